@@ -1,0 +1,261 @@
+"""The recipe: one TOML file describes one complete run, validated here once and trusted everywhere else.
+
+Unknown keys are refused, paths are resolved against the working directory, and every field has its unit in its name or
+its docstring. Nothing below this module reads the environment (boto3 itself reads the standard AWS variables).
+"""
+
+import os
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dflash_core.errors import RecipeError
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(gt=0)]
+TemplateOption = bool | int | float | str
+
+
+class Section(BaseModel):
+    """A table of the recipe: frozen, and a misspelt key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Source(Section):
+    """Where the completions lie: each object below `prefix` ending in .jsonl, .jsonl.gz or .jsonl.zst is a partition."""
+
+    bucket: str
+    prefix: str = ""
+
+
+class Storage(Section):
+    """Where everything derived goes, and how the object store is reached (credentials: the standard AWS variables)."""
+
+    bucket: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+    region: str | None = None
+    work_dir: Path = Path(".dflash/work")
+    """Local scratch: memory-mapped shards and training checkpoints on their way to S3."""
+    downloads: Positive = 32
+    """Downloads in flight over all worker processes together."""
+    uploads: Positive = 32
+    """Uploads in flight over all worker processes together."""
+    attempts: Positive = 5
+    connect_timeout_s: float = Field(10.0, gt=0)
+    read_timeout_s: float = Field(60.0, gt=0)
+    request_checksums: bool = True
+    """Off for object stores that refuse the x-amz-checksum headers of recent SDKs."""
+
+
+class Target(Section):
+    """The frozen target model: a local Hugging Face folder (config.json, tokenizer, safetensors)."""
+
+    path: Path
+    layer_ids: tuple[int, ...] | None = None
+    """Decoder layers whose outputs the drafter sees; None: `layers` of them, spread as in section 2 of the paper."""
+    layers: Positive = 5
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class Tokenization(Section):
+    """Completions -> token ids and loss masks. All but `backend`, `audit_share`, `workers` enters the fingerprint."""
+
+    tokenizer: Path | None = None
+    """A tokenizer folder (config.json beside it); None: the target's."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's own chat template; give the one that serving uses."""
+    template_options: dict[str, TemplateOption] = Field(default_factory=dict)
+    """Options of the chat template, as serving passes them, for example enable_thinking."""
+    max_length: Positive = 4096
+    """Tokens in a row, prompt included."""
+    truncation: Literal["cut", "drop"] = "cut"
+    """A longer row is cut at the right and marked "no terminator", or dropped and counted."""
+    turns: Literal["all", "last"] = "all"
+    """One row per assistant turn, each rendered as inference saw it, or the last turn only."""
+    truncated_thinking: Literal["keep", "reject"] = "keep"
+    """Rows whose answer ended by length inside the thought."""
+    supervise_empty_thought: bool = True
+    """Whether the template's empty think block before an answer without a thought counts in the loss."""
+    min_supervised_tokens: Positive | None = None
+    """Rows with fewer are dropped (and counted, by the gate too); None: twice the block size."""
+    backend: Literal["auto", "fastokens", "huggingface"] = "auto"
+    audit_share: Share = 0.001
+    workers: int = Field(0, ge=0)
+    """Worker processes; 0: one per core."""
+
+
+class Gate(Section):
+    """Thresholds of the gate between data and training. Shares are of rendered rows unless said otherwise."""
+
+    near_empty_tokens: Positive = 16
+    """A row with at most this many supervised tokens is near-empty."""
+    max_near_empty_share: Share = 0.02
+    """Over all files, and in every single file five times as much."""
+    max_truncated_share: Share = 0.10
+    max_rejected_share: Share = 0.02
+    max_duplicate_share: Share = 0.05
+    min_median_supervised_tokens: int = Field(32, ge=0)
+    min_coverage: Share = 0.95
+    """Share of the source files that must be in the training set."""
+
+
+class Drafter(Section):
+    """Shape of the drafter (block-diffusion draft model). None: taken from the target's config."""
+
+    block_size: Annotated[int, Field(ge=2)] = 16
+    num_layers: Positive = 5
+    mask_token_id: int | None = Field(None, ge=0)
+    """An existing row of the target's embedding. None: the tokenizer's mask token, else the model family's known one."""
+    hidden_size: Positive | None = None
+    intermediate_size: Positive | None = None
+    num_attention_heads: Positive | None = None
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    rope_theta: float | None = Field(None, gt=0)
+    sliding_window: Positive | None = None
+    sliding_layers: int = Field(0, ge=0)
+    """The first this many layers use sliding-window attention."""
+    warm_start: Path | None = None
+    """A drafter folder in the published format to start from."""
+
+
+class Placement(Section):
+    """Which device runs what: target i feeds drafter i modulo the number of drafters. One process per drafter."""
+
+    targets: tuple[str, ...] = ("cpu",)
+    drafters: tuple[str, ...] = ("cpu",)
+    threads: int = Field(1, ge=0)
+    """CPU threads per process; 0: torch's default."""
+
+    @model_validator(mode="after")
+    def _pairs(self) -> "Placement":
+        if not self.targets or not self.drafters:
+            raise ValueError("needs at least one target and one drafter device")
+        if len(self.targets) % len(self.drafters):
+            raise ValueError(f"{len(self.targets)} targets cannot be shared evenly by {len(self.drafters)} drafters")
+        return self
+
+
+class Training(Section):
+    """Online training of the drafter against the hooked target."""
+
+    epochs: Positive = 6
+    max_steps: Positive | None = None
+    """Ends the run earlier than `epochs` would."""
+    batch_rows: Positive = 8
+    """Rows of one micro-batch on one drafter."""
+    accumulation: Positive = 1
+    anchors: Positive = 512
+    """Blocks drawn per row and epoch."""
+    learning_rate: float = Field(6e-4, gt=0)
+    warmup_share: Share = 0.04
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = Field(1.0, gt=0)
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    loss: Literal["decay", "dpace"] = "decay"
+    gamma: float | None = Field(None, gt=0)
+    """Decay of the slot weights; None: 7, 5 or 4 by block size, as published."""
+    dpace_alpha: Share = 0.5
+    vocabulary_chunk_rows: Positive = 1024
+    """Rows of logits held at once by the objective."""
+    held_out_share: Share = 0.02
+    """Rows kept away from training, chosen by (seed, row id); evaluation draws its prompts from them."""
+    validate_every_steps: Positive = 200
+    checkpoint_every_steps: Positive = 200
+    keep_checkpoints: Positive = 2
+    skips_before_stop: Positive = 10
+    """Consecutive steps with a non-finite loss or gradient that end the run."""
+    gradient_checkpointing: bool = False
+    autocast: bool = True
+    """bfloat16 autocast on CUDA; masters and moments are fp32 always."""
+    placement: Placement = Placement()
+
+
+class Evaluation(Section):
+    """Draft-and-verify decoding on held-out prompts."""
+
+    prompts: Positive = 64
+    max_new_tokens: Positive = 256
+    temperature: float = Field(0.0, ge=0)
+    min_acceptance_length: float = Field(2.0, ge=1)
+    ngram: Positive = 3
+    """Order of the n-gram drafter that the drafter is compared with."""
+
+
+class Export(Section):
+    """The drafter folder that serving engines load."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    local_dir: Path | None = None
+    """Also written to this folder; None: S3 only."""
+
+
+class Recipe(Section):
+    """One complete run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    seed: int = 0
+    source: Source
+    storage: Storage
+    target: Target
+    tokenization: Tokenization = Tokenization()
+    gate: Gate = Gate()
+    drafter: Drafter = Drafter()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    export: Export = Export()
+
+    @cached_property
+    def tokenizer_path(self) -> Path:
+        """The folder of the tokenizer that renders the completions."""
+        return self.tokenization.tokenizer or self.target.path
+
+    @cached_property
+    def min_supervised_tokens(self) -> int:
+        """Fewest supervised tokens a row may have to be kept."""
+        return self.tokenization.min_supervised_tokens or 2 * self.drafter.block_size
+
+    @cached_property
+    def gamma(self) -> float:
+        """Decay constant of the slot weights (section 3 of the paper: 7, 5, 4 for block sizes 16, 10, 8)."""
+        if self.training.gamma is not None:
+            return self.training.gamma
+        return 7.0 if self.drafter.block_size >= 16 else 5.0 if self.drafter.block_size >= 10 else 4.0
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read and validate a recipe.
+
+    Raises:
+        RecipeError: the file is missing, is no TOML, has an unknown or ill-typed key; the message names file and key.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"recipe {path} does not exist; give an existing TOML file, for example recipes/demo.toml"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error}") from None
+    try:
+        return Recipe.model_validate(table)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc']) or 'recipe'}: {_explain(e['type'], e['msg'])}" for e in error.errors()
+        )
+        raise RecipeError(f"recipe {path}: {problems}") from None
+
+
+def recipe_from_environment() -> Recipe:
+    """The recipe that DFLASH_RECIPE names (default: recipes/demo.toml)."""
+    return load_recipe(Path(os.environ.get("DFLASH_RECIPE", "recipes/demo.toml")))
+
+
+def _explain(kind: str, message: str) -> str:
+    return "no such key; check its spelling" if kind == "extra_forbidden" else message

@@ -1,0 +1,169 @@
+"""The records that travel between stages and into manifests: frozen, JSON in and out, no behaviour beyond that."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """Base of everything written to S3 as JSON. Unknown fields are refused: a newer manifest is not half-read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StoredObject(Record):
+    """One object below the storage prefix, as a manifest names it. Readers verify size and sha256."""
+
+    key: str
+    """Relative to the storage prefix."""
+    size: int
+    sha256: str
+
+
+class SourceFile(Record):
+    """One object with completions, as listed."""
+
+    partition: str
+    """Partition key: the encoded path below the source prefix."""
+    key: str
+    """Full object key in the source bucket."""
+    uri: str
+    etag: str
+    size: int
+
+
+class Reject(Record):
+    """One input row that is not in the shard, and why. `line` counts from 1."""
+
+    line: int
+    reason: str
+    detail: str = ""
+
+
+class ShardManifest(Record):
+    """What one source file became; written last, so its presence means that everything it names is whole."""
+
+    fingerprint: str
+    code_version: str
+    source: SourceFile
+    source_sha256: str
+    shard: StoredObject
+    statistics: StoredObject
+    rejects: StoredObject
+    rows_read: int
+    rows_kept: int
+    rows_rejected: int
+    reject_reasons: dict[str, int]
+    tokens: int
+    supervised_tokens: int
+
+
+class Verdict(Record):
+    """What the gate said. Reasons name files, rows and numbers."""
+
+    passed: bool
+    reasons: tuple[str, ...]
+
+
+class TrainingSetShard(Record):
+    """One file's part of a training set."""
+
+    partition: str
+    source_uri: str
+    source_etag: str
+    source_sha256: str
+    shard: StoredObject
+    rows: int
+    tokens: int
+    supervised_tokens: int
+
+
+class TrainingSet(Record):
+    """A frozen selection of shards plus the gate's verdict on them. `hash` is the sha256 of everything else in here."""
+
+    hash: str
+    recipe: str
+    fingerprint: str
+    shards: tuple[TrainingSetShard, ...]
+    """Sorted by partition."""
+    missing: tuple[str, ...]
+    """Partitions of the source that have no valid shard."""
+    coverage: float
+    rows_read: int
+    rows_kept: int
+    rows_rejected: int
+    reject_reasons: dict[str, int]
+    tokens: int
+    supervised_tokens: int
+    statistics: StoredObject
+    """The merged statistics of all files."""
+    verdict: Verdict
+
+
+class FileCoverage(Record):
+    """What a training run took from one source file."""
+
+    partition: str
+    rows: int
+    tokens: int
+    blocks: int
+    mean_loss: float
+    joint_accepted_prefix: float
+    """Mean over blocks of the length of the all-correct prefix, plus one (the anchor)."""
+
+
+class DrafterCheckpoint(Record):
+    """A finished training run; written last under drafter_checkpoint/<run>/manifest.json."""
+
+    run: str
+    recipe: str
+    code_version: str
+    training_set: str
+    """Hash of the training set."""
+    gate: Literal["passed", "accepted although failed"]
+    target_fingerprint: str
+    steps: int
+    train_s: float
+    """Seconds in the training loop over all attempts, model loading excluded."""
+    final_loss: float
+    held_out_accepted_prefix: float
+    weights: StoredObject
+    """fp32 masters, safetensors."""
+    config: StoredObject
+    """config.json in the published form."""
+    metrics: StoredObject
+    """JSON lines, one a step."""
+    coverage: tuple[FileCoverage, ...]
+    skipped_steps: int
+    skipped_rows: int
+
+
+class DrafterEval(Record):
+    """Acceptance measured by draft-and-verify decoding; drafter_eval/<run>/report.json."""
+
+    run: str
+    prompts: int
+    temperature: float
+    block_size: int
+    lossless: bool
+    """Output with the drafter equals the output without, token by token (meaningful at temperature 0)."""
+    acceptance_length: float
+    """1 + accepted drafts / verification steps, over all steps: what serving engines report."""
+    acceptance_length_per_prompt: tuple[float, ...]
+    acceptance_length_ngram: float
+    acceptance_length_no_features: float
+    conditional_acceptance: tuple[float, ...]
+    """Share of slot k accepted given that slots 1..k-1 were; K-1 values."""
+    tokens: int
+    verification_steps: int
+    tokens_per_s: float
+    tokens_per_s_without: float
+
+
+class DrafterExport(Record):
+    """An exported drafter folder; drafter_export/<run>/manifest.json, written last."""
+
+    run: str
+    training_set: str
+    dtype: str
+    files: tuple[StoredObject, ...]
