@@ -38,7 +38,12 @@ PLACES = (
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 OPERATION_WORDS = {"+": "plus", "-": "minus", "x": "times", "/": "divided by"}
-OPERATION_ORDERS = {"+": "add", "-": "subtract", "x": "multiply", "/": "divide"}
+OPERATION_ORDERS = {
+    "+": "add {left} and {right}",
+    "-": "subtract {right} from {left}",
+    "x": "multiply {left} by {right}",
+    "/": "divide {left} by {right}",
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,10 @@ VOICES = (
         ("Please solve this.", "Solve the problem below."),
         "",
         ("Given: {fact}.\n", "Also given: {fact}.\n"),
-        ("First, {what}: {left} {op} {right} = {result}, so {state}.\n", "Next, {what}: {left} {op} {right} = {result}, so {state}.\n"),
+        (
+            "First, {what}: {left} {op} {right} = {result}, so {state}.\n",
+            "Next, {what}: {left} {op} {right} = {result}, so {state}.\n",
+        ),
         "Thus the answer is {total} {unit}.",
     ),
     Voice(
@@ -124,13 +132,13 @@ VOICES = (
         ("Homework:", "Here is an exercise."),
         "",
         ("1. {fact}.\n", "2. {fact}.\n", "3. {fact}.\n"),
-        ("To get {what}, {order} {left} and {right}. We get {result}.\n{state}.\n",),
+        ("To get {what}, {order}. We get {result}.\n{State}.\n",),
         "The question was {ask}: {total} {unit}.",
     ),
     Voice(
         ("Think about this story.", "Listen to this story."),
-        "In the story {fact0}.",
-        (" {fact}.",),
+        "",
+        ("In the story {fact}.", " Also {fact}."),
         (
             " Because {left} {word} {right} makes {result}, {state}.",
             " Because {left} {word} {right} makes {result}, {state}.",
@@ -140,10 +148,10 @@ VOICES = (
     ),
     Voice(
         ("Quick question.", "A short one."),
-        "Wanted: {ask}. {names}",
+        "Wanted: {ask};",
         (" {fact};",),
         (" {what} = {left} {op} {right} = {result};",),
-        " done, {total} {unit}.",
+        " done: {total} {unit}.",
     ),
     Voice(
         ("Let us work together.", "We should check this one."),
@@ -159,7 +167,7 @@ VOICES = (
 
 # The last sentence of the question, and the form of the answer it asks for.
 ANSWER_FORMS = (
-    ("Answer in a sentence.", "{state}."),
+    ("Answer in a sentence.", "{State}."),
     ("Give the number and the unit.", "{total} {unit}"),
     ("Show the last formula.", "{left} {op} {right} = {total}, so {total} {unit}"),
     ("Say what it is.", "We asked for {what}. It is {total} {unit}."),
@@ -176,7 +184,7 @@ def _buying(rng: random.Random) -> Story:
     verb = rng.choice(("buys", "orders", "chooses", "takes"))
     count, price = rng.randint(2, 9), rng.randint(2, 9)
     cost = count * price
-    paid = (cost // 10 + rng.randint(1, 2)) * 10
+    paid = ((cost + 1) // 10 + rng.randint(1, 2)) * 10
     return Story(
         "buying",
         (f"{name} {verb} {count} {item} at the {place} for {price} coins each", f"{name} pays with {paid} coins"),
@@ -193,9 +201,9 @@ def _sharing(rng: random.Random) -> Story:
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
     (day, other), place = _two(rng, DAYS), rng.choice(PLACES)
     verb = rng.choice(("finds", "makes", "collects", "gets"))
-    friends, each = rng.randint(2, 6), rng.randint(2, 9)
+    friends, each = rng.randint(2, 6), rng.randint(3, 9)
     total = friends * each
-    first = rng.randint(1, total - 1)
+    first = rng.randint(2, total - 2)
     return Story(
         "sharing",
         (
@@ -214,7 +222,7 @@ def _sharing(rng: random.Random) -> Story:
 def _travelling(rng: random.Random) -> Story:
     name, (place, other), day = rng.choice(NAMES), _two(rng, PLACES), rng.choice(DAYS)
     verb = rng.choice(("walks", "rides", "sails", "runs"))
-    speed, hours, more = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 15)
+    speed, hours, more = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 15)
     way = speed * hours
     return Story(
         "travelling",
@@ -234,9 +242,9 @@ def _travelling(rng: random.Random) -> Story:
 def _packing(rng: random.Random) -> Story:
     (name, other), item, container = _two(rng, NAMES), rng.choice(ITEMS), rng.choice(CONTAINERS)
     verb = rng.choice(("packs", "fills", "brings", "opens"))
-    count, size, loose = rng.randint(2, 8), rng.randint(2, 8), rng.randint(1, 9)
+    count, size, loose = rng.randint(2, 8), rng.randint(2, 8), rng.randint(2, 9)
     packed = count * size
-    given = rng.randint(1, min(9, packed))
+    given = rng.randint(2, min(9, packed))
     left = packed + loose - given
     return Story(
         "packing",
@@ -258,9 +266,9 @@ def _remaining(rng: random.Random) -> Story:
     (name, other), item, place = _two(rng, NAMES), rng.choice(ITEMS), rng.choice(PLACES)
     verb = rng.choice(("loses", "sells", "breaks", "leaves"))
     part = rng.choice(tuple(FRACTIONS))
-    share = rng.randint(2, 9)
+    share = rng.randint(4, 9)
     owned, kept = part * share, part * share - share
-    gone = rng.randint(1, kept)
+    gone = rng.randint(2, kept - 2)
     return Story(
         "remaining",
         (
@@ -288,9 +296,7 @@ def _comparing(rng: random.Random) -> Story:
         f"how many {item} {name} and {other} have together",
         (
             Step("+", mine, more, f"the {item} of {other}", f"{other} {verb} {theirs} {item} at the {place}"),
-            Step(
-                "+", mine, theirs, f"the {item} of {name} and {other}", f"they have {mine + theirs} {item} together"
-            ),
+            Step("+", mine, theirs, f"the {item} of {name} and {other}", f"they have {mine + theirs} {item} together"),
         ),
         item,
     )
@@ -298,7 +304,7 @@ def _comparing(rng: random.Random) -> Story:
 
 def _ages(rng: random.Random) -> Story:
     (name, other), place = _two(rng, NAMES), rng.choice(PLACES)
-    relation = rng.choice(("sister", "brother", "cousin", "friend", "teacher", "neighbor"))
+    relation = rng.choice(("cousin", "friend", "teacher", "neighbor", "partner", "guest"))
     age, gap, later = rng.randint(4, 20), rng.randint(2, 9), rng.randint(2, 9)
     older = age + gap
     return Story(
@@ -310,7 +316,13 @@ def _ages(rng: random.Random) -> Story:
         f"how old {other} is in {later} years",
         (
             Step("+", age, gap, f"the age of the {relation}", f"{other} is {older} years old"),
-            Step("+", older, later, f"the age in {later} years", f"the {relation} {other} is then {older + later} years old"),
+            Step(
+                "+",
+                older,
+                later,
+                f"the age in {later} years",
+                f"the {relation} {other} is then {older + later} years old",
+            ),
         ),
         "years",
     )
@@ -319,7 +331,7 @@ def _ages(rng: random.Random) -> Story:
 def _working(rng: random.Random) -> Story:
     (name, other), item, place = _two(rng, NAMES), rng.choice(ITEMS), rng.choice(PLACES)
     verb = rng.choice(("washes", "paints", "repairs", "sorts"))
-    rate, second, hours = rng.randint(1, 5), rng.randint(1, 5), rng.randint(2, 8)
+    rate, second, hours = rng.randint(2, 6), rng.randint(2, 6), rng.randint(2, 6)
     both = rate + second
     return Story(
         "working",
@@ -339,10 +351,10 @@ def _working(rng: random.Random) -> Story:
 def _saving(rng: random.Random) -> Story:
     name, item, day = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(DAYS)
     verb = rng.choice(("saves", "earns", "puts away", "wins"))
-    weekly, weeks, before = rng.randint(2, 8), rng.randint(2, 8), rng.randint(1, 9)
+    weekly, weeks, before = rng.randint(2, 8), rng.randint(2, 8), rng.randint(2, 9)
     saved = weekly * weeks
     have = saved + before
-    price = (have // 10 + 1) * 10
+    price = ((have + 1) // 10 + 1) * 10
     return Story(
         "saving",
         (
@@ -372,6 +384,10 @@ FAMILIES: tuple[Callable[[random.Random], Story], ...] = (
 )
 
 
+def _capital(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
+
+
 def _step_fields(step: Step, unit: str) -> dict[str, str]:
     return {
         "left": str(step.left),
@@ -380,15 +396,16 @@ def _step_fields(step: Step, unit: str) -> dict[str, str]:
         "total": str(step.result),
         "op": step.op,
         "word": OPERATION_WORDS[step.op],
-        "order": OPERATION_ORDERS[step.op],
+        "order": OPERATION_ORDERS[step.op].format(left=step.left, right=step.right),
         "what": step.what,
         "state": step.state,
+        "State": _capital(step.state),
         "unit": unit,
     }
 
 
 def _reason(story: Story, voice: Voice) -> str:
-    last = _step_fields(story.steps[-1], story.unit) | {"ask": story.ask, "fact0": story.facts[0]}
+    last = _step_fields(story.steps[-1], story.unit) | {"ask": story.ask}
     facts = story.facts
     parts = [voice.start.format(**last)]
     parts += [voice.facts[min(i, len(voice.facts) - 1)].format(fact=fact) for i, fact in enumerate(facts)]
@@ -404,13 +421,11 @@ def make_problem(rng: random.Random, problem_id: str) -> WordProblem:
     voice = rng.choice(VOICES)
     opening = rng.choice(voice.openings)
     form, answer = rng.choice(ANSWER_FORMS)
-    told = ". ".join(fact[0].upper() + fact[1:] for fact in story.facts)
+    told = ". ".join(_capital(fact) for fact in story.facts)
     question = f"{opening} {told}. Find out {story.ask}. {form}"
     last = story.steps[-1]
     reply = answer.format(**_step_fields(last, story.unit))
-    return WordProblem(
-        problem_id, story.family, question, _reason(story, voice), reply[0].upper() + reply[1:], last.result
-    )
+    return WordProblem(problem_id, story.family, question, _reason(story, voice), reply, last.result)
 
 
 def split_of(question: str) -> Split:

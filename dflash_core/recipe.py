@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 
 class Source(Section):
-    """Where the completions lie: each object below `prefix` ending in .jsonl, .jsonl.gz or .jsonl.zst is a partition."""
+    """Where the completions lie: every object below `prefix` ending in .jsonl, .jsonl.gz or .jsonl.zst."""
 
     bucket: str
     prefix: str = ""
@@ -110,7 +110,7 @@ class Drafter(Section):
     block_size: Annotated[int, Field(ge=2)] = 16
     num_layers: Positive = 5
     mask_token_id: int | None = Field(None, ge=0)
-    """An existing row of the target's embedding. None: the tokenizer's mask token, else the model family's known one."""
+    """An existing row of the target's embedding. None: the tokenizer's mask token, else the known one of the family."""
     hidden_size: Positive | None = None
     intermediate_size: Positive | None = None
     num_attention_heads: Positive | None = None
