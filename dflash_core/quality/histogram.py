@@ -1,0 +1,64 @@
+"""Exact sparse histograms of small integers: they add up over files, and quantiles of the sum are exact."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+Histogram = dict[int, int]
+"""Value -> number of rows; only values that occur, ascending."""
+
+QUANTILES = {"min": 0.0, "p01": 0.01, "p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9, "p99": 0.99}
+
+
+def histogram(values: NDArray[np.int64]) -> Histogram:
+    """Count every value."""
+    found, counts = np.unique(values, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def merge_histograms(histograms: Iterable[Mapping[int, int]]) -> Histogram:
+    """Add them up."""
+    total: Counter[int] = Counter()
+    for one in histograms:
+        total.update(one)
+    return dict(sorted(total.items()))
+
+
+def quantiles(counts: Mapping[int, int]) -> dict[str, int]:
+    """`QUANTILES`, max and the mean rounded down; empty without rows.
+
+    A quantile is the smallest value that at least this share of the rows does not exceed (numpy's "inverted_cdf").
+    """
+    total = sum(counts.values())
+    if not total:
+        return {}
+    values, below = np.array(list(counts)), np.cumsum(list(counts.values()))
+    places = np.searchsorted(below, [max(1, int(np.ceil(share * total))) for share in QUANTILES.values()])
+    found = dict(zip(QUANTILES, values[places].tolist(), strict=True))
+    return found | {"max": int(values[-1]), "mean": sum(v * n for v, n in counts.items()) // total}
+
+
+def at_most(counts: Mapping[int, int], limit: int) -> int:
+    """Rows whose value is at most `limit`."""
+    return sum(rows for value, rows in counts.items() if value <= limit)
+
+
+def densest(counts: Mapping[int, int], width: int) -> tuple[int, int, int]:
+    """The window of at most `width` neighbouring values with the most rows: (low, high, rows), as narrow as 95 % allow.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not counts:
+        raise ValueError("an empty histogram has no densest window")
+    low = max(counts, key=lambda v: (_between(counts, v, v + width - 1), -v))
+    whole = _between(counts, low, low + width - 1)
+    windows = ((low + shift, low + shift + size) for size in range(width) for shift in range(width - size))
+    first, last = next(w for w in windows if _between(counts, *w) >= 0.95 * whole)
+    return first, last, _between(counts, first, last)
+
+
+def _between(counts: Mapping[int, int], low: int, high: int) -> int:
+    return sum(counts.get(value, 0) for value in range(low, high + 1))
