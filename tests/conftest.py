@@ -1,0 +1,51 @@
+"""Fixtures for the whole suite: one real embedded store a session, a fresh bucket a test, and the sample data."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_core.recipe import Storage
+from dflash_core.storage.embedded import Endpoint, embedded_store, ensure_bucket
+from dflash_core.storage.store import Store, make_client
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--material", type=Path, default=REPOSITORY.parent / "shared", help="the folder with sample data and tokenizers"
+    )
+
+
+@pytest.fixture(scope="session")
+def material(request: pytest.FixtureRequest) -> Path:
+    """The folder with real completions, tokenizers and golden numbers; its tests skip where it is absent."""
+    folder: Path = request.config.getoption("--material")
+    if not (folder / "data").is_dir():
+        pytest.skip(f"no sample data in {folder}; give the folder with --material")
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """A real S3 service on loopback; the AWS variables name it while the session runs."""
+    with embedded_store(tmp_path_factory.mktemp("store")) as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(endpoint: Endpoint) -> str:
+    """A fresh bucket."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    ensure_bucket(name)
+    return name
+
+
+@pytest.fixture
+def s3(bucket: str) -> Store:
+    """A store on a fresh bucket, with a prefix."""
+    return Store(make_client(Storage(bucket=bucket)), bucket, "derived/")

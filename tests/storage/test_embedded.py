@@ -1,0 +1,78 @@
+"""The embedded store is real, private and never outlives who started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import boto3
+import psutil
+import pytest
+from botocore.exceptions import ClientError
+
+from dflash_core.storage.embedded import Endpoint, embedded_store
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from dflash_core.storage.embedded import embedded_store
+with embedded_store(Path(sys.argv[1])):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def servers_of(folder: Path) -> list[psutil.Process]:
+    return [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if any(str(folder) in part for part in p.info["cmdline"] or []) and "weed" in str(p.info["cmdline"][0])
+    ]
+
+
+def test_listens_on_loopback_only(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> None:
+    servers = servers_of(tmp_path_factory.getbasetemp())
+    listening = [c.laddr for p in servers for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert listening
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_refuses_a_stranger(endpoint: Endpoint) -> None:
+    client = boto3.client(
+        "s3",
+        endpoint_url=endpoint.url,
+        region_name="us-east-1",
+        aws_access_key_id=endpoint.access_key,
+        aws_secret_access_key="wrong",
+    )
+    with pytest.raises(ClientError):
+        client.list_buckets()
+
+
+def test_a_second_comer_attaches(endpoint: Endpoint, tmp_path: Path) -> None:
+    with embedded_store(tmp_path) as first, embedded_store(tmp_path) as second:
+        assert first == second
+
+
+def test_environment_is_restored(endpoint: Endpoint, tmp_path: Path) -> None:
+    with embedded_store(tmp_path) as other:
+        assert os.environ["AWS_ENDPOINT_URL"] == other.url
+    assert os.environ["AWS_ENDPOINT_URL"] == endpoint.url
+
+
+def test_ends_with_a_parent_that_was_killed_and_keeps_its_data(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"ready\n"
+    (server,) = servers_of(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    deadline = time.monotonic() + 30
+    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not servers_of(tmp_path)
+    with embedded_store(tmp_path) as again:
+        client = boto3.client("s3", endpoint_url=again.url)
+        assert client.get_object(Bucket="dflash-ready", Key="ready")["Body"].read() == b"ready"
