@@ -95,10 +95,19 @@ class Gate(Section):
     near_empty_tokens: Positive = 16
     """A row with at most this many supervised tokens is near-empty."""
     max_near_empty_share: Share = 0.02
-    """Over all files, and in every single file five times as much."""
+    """Over all files together, as are the other shares."""
+    max_spike_share: Share = 0.5
+    """Rows with one and the same number of supervised tokens (or within five neighbouring numbers)."""
     max_truncated_share: Share = 0.10
+    """Rows that the engine ended at its token limit."""
     max_rejected_share: Share = 0.02
+    """Of rows read."""
+    max_dropped_share: Share = 0.25
+    """Rows left out after rendering, for too few supervised tokens or too many tokens."""
     max_duplicate_share: Share = 0.05
+    """Rows whose text occurred before, in this file or another."""
+    file_factor: float = Field(5.0, ge=1)
+    """One single file may have this many times each share."""
     min_median_supervised_tokens: int = Field(32, ge=0)
     min_coverage: Share = 0.95
     """Share of the source files that must be in the training set."""

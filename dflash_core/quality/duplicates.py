@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from dflash_core.quality.hashes import U64
 from dflash_core.records import Record
 
-REPEATS_SHOWN = 20
+FILES_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Duplicates(Record):
     by_file: dict[str, int]
     """Partition -> rows in it whose text occurred before; only files that have some."""
     repeats: tuple[Repeat, ...]
-    """The first few rows with a repeated text."""
+    """The first row with a repeated text in each of the files with the most of them."""
 
 
 def find_duplicates(files: Sequence[HashedRows]) -> Duplicates:
@@ -58,6 +58,12 @@ def find_duplicates(files: Sequence[HashedRows]) -> Duplicates:
     _, first, inverse = np.unique(texts, return_index=True, return_inverse=True)
     repeated = np.flatnonzero(first[inverse] != np.arange(len(texts)))
     per_file = np.bincount(file_of[repeated], minlength=len(files))
+    shown = [f for f in np.argsort(-per_file, kind="stable")[:FILES_SHOWN] if per_file[f]]
+    rows = repeated[np.searchsorted(file_of[repeated], shown)]
+
+    def place(row: int) -> tuple[str, int]:
+        return files[file_of[row]].partition, int(lines[row])
+
     distinct_ids = np.unique(ids).size
     pairs = np.unique(np.stack([ids, texts], axis=1), axis=0).shape[0] if distinct_ids < len(ids) else len(ids)
     return Duplicates(
@@ -65,13 +71,9 @@ def find_duplicates(files: Sequence[HashedRows]) -> Duplicates:
         texts=len(repeated),
         conflicting_ids=pairs - distinct_ids,
         by_file={f.partition: int(n) for f, n in zip(files, per_file, strict=True) if n},
-        repeats=tuple(
-            Repeat(
-                partition=files[file_of[row]].partition,
-                line=int(lines[row]),
-                first_partition=files[file_of[source]].partition,
-                first_line=int(lines[source]),
-            )
-            for row, source in zip(repeated[:REPEATS_SHOWN], first[inverse[repeated[:REPEATS_SHOWN]]], strict=True)
-        ),
+        repeats=tuple(_repeat(place(row), place(first[inverse[row]])) for row in rows),
     )
+
+
+def _repeat(row: tuple[str, int], source: tuple[str, int]) -> Repeat:
+    return Repeat(partition=row[0], line=row[1], first_partition=source[0], first_line=source[1])

@@ -199,7 +199,7 @@ def file_statistics(partition: str, rows: RenderedRows, rejects: Sequence[Reject
         finish_reasons=_add([Counter(reason or "unknown" for reason in rows.finish_reasons)]),
         flag_sets=histogram(rows.flags),
         reject_examples=_first(
-            {r.reason: RejectExample(partition=partition, line=r.line, detail=r.detail)} for r in rejects
+            {r.reason: RejectExample(partition=partition, line=r.line, detail=_printable(r.detail))} for r in rejects
         ),
         drop_examples=_first({why: examples.at(i)} for i, why in enumerate(rows.dropped) if why is not None),
         flag_examples=examples.of_flags(),
@@ -278,7 +278,7 @@ class _Examples:
         rows = self.rows
         return RowExample(
             partition=self.partition,
-            row_id=rows.row_ids[index],
+            row_id=_printable(rows.row_ids[index]),
             line=int(rows.lines[index]),
             tokens=int(rows.lengths[index]),
             supervised=int(rows.supervised[index]),
@@ -289,6 +289,11 @@ class _Examples:
     def of_flags(self) -> dict[str, RowExample]:
         found = ((flag, np.flatnonzero(self.rows.flags & flag.value)) for flag in Flag)
         return {flag.name or "": self.at(int(where[0])) for flag, where in found if where.size}
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates, which no JSON file can hold, as question marks."""
+    return text.encode("utf8", "replace").decode()
 
 
 def _add(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
