@@ -1,1 +1,1 @@
-"""A demo that is honest and short: word problems, a tiny reasoning target trained on them, completions sampled from it."""
+"""A demo that is honest and short: word problems, a tiny target trained on them, and what the target answers."""

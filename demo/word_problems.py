@@ -19,23 +19,28 @@ from typing import Literal
 
 Split = Literal["train", "heldout"]
 
-NAMES = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
     "Ada Amir Anna Ben Boris Carla Chen Clara Dana David Elif Emma Erik Farid Fiona George Grace Hana Hugo Ines Ivan"
     " Jack Jonas Julia Karim Kira Lars Lena Leo Lucia Maria Marta Maya Milan Nadia Nils Nora Omar Oscar Paula Peter"
     " Rosa Ruth Sami Sara Simon Sofia Tara Theo Tom Vera Victor Yusuf Zoe"
-).split()
-ITEMS = (
+)
+ITEMS = _words(
     "apples bags balls beads bells books bottles bowls brushes buttons cakes candles cards carrots chairs coats cups"
     " dolls eggs flags flowers forks gloves hats jars keys kites lamps lemons letters maps masks melons mugs onions"
     " pears pencils pens plates plums postcards pots ribbons rings rocks rolls scarves shells shirts socks spoons"
     " stamps stickers stones tiles tomatoes toys tulips"
-).split()
-CONTAINERS = "baskets boxes bundles cases crates drawers packs rows sacks shelves trays trunks".split()
-PLACES = (
+)
+CONTAINERS = _words("baskets boxes bundles cases crates drawers packs rows sacks shelves trays trunks")
+PLACES = _words(
     "bakery bazaar bridge cafe camp castle church cinema city clinic factory fair farm ferry forest garden harbor hotel"
     " island lake library market mill museum office palace park port river school station tower valley village"
-).split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+)
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 OPERATION_WORDS = {"+": "plus", "-": "minus", "x": "times", "/": "divided by"}
 OPERATION_ORDERS = {
@@ -174,7 +179,7 @@ ANSWER_FORMS = (
 )
 
 
-def _two(rng: random.Random, words: list[str]) -> tuple[str, str]:
+def _two(rng: random.Random, words: tuple[str, ...]) -> tuple[str, str]:
     first, second = rng.sample(words, 2)
     return first, second
 
@@ -184,7 +189,7 @@ def _buying(rng: random.Random) -> Story:
     verb = rng.choice(("buys", "orders", "chooses", "takes"))
     count, price = rng.randint(2, 9), rng.randint(2, 9)
     cost = count * price
-    paid = ((cost + 1) // 10 + rng.randint(1, 2)) * 10
+    paid = ((cost + 1) // 10 + rng.randint(1, 2 if cost < 79 else 1)) * 10
     return Story(
         "buying",
         (f"{name} {verb} {count} {item} at the {place} for {price} coins each", f"{name} pays with {paid} coins"),
