@@ -43,22 +43,3 @@ def quantiles(counts: Mapping[int, int]) -> dict[str, int]:
 def at_most(counts: Mapping[int, int], limit: int) -> int:
     """Rows whose value is at most `limit`."""
     return sum(rows for value, rows in counts.items() if value <= limit)
-
-
-def densest(counts: Mapping[int, int], width: int) -> tuple[int, int, int]:
-    """The window of at most `width` neighbouring values with the most rows: (low, high, rows), as narrow as 95 % allow.
-
-    Raises:
-        ValueError: no rows.
-    """
-    if not counts:
-        raise ValueError("an empty histogram has no densest window")
-    low = max(counts, key=lambda v: (_between(counts, v, v + width - 1), -v))
-    whole = _between(counts, low, low + width - 1)
-    windows = ((low + shift, low + shift + size) for size in range(width) for shift in range(width - size))
-    first, last = next(w for w in windows if _between(counts, *w) >= 0.95 * whole)
-    return first, last, _between(counts, first, last)
-
-
-def _between(counts: Mapping[int, int], low: int, high: int) -> int:
-    return sum(counts.get(value, 0) for value in range(low, high + 1))

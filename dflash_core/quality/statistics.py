@@ -18,17 +18,12 @@ from numpy.typing import NDArray
 from dflash_core.quality.duplicates import Duplicates, HashedRows, find_duplicates
 from dflash_core.quality.flags import Flag
 from dflash_core.quality.hashes import U64, hash_strings, pack, unpack
-from dflash_core.quality.histogram import Histogram, densest, histogram, merge_histograms
+from dflash_core.quality.histogram import Histogram, histogram, merge_histograms
+from dflash_core.quality.spikes import spike_window
 from dflash_core.records import Record, Reject
 
 WORST_ROWS = 10
 EXAMPLE_VALUES = 16
-SPIKE_WIDTH = 5
-"""A spike is at most this many neighbouring values wide."""
-SPIKE_SHARE = 0.25
-"""Real answers do not put this share of the rows in one place."""
-SPIKE_ROWS = 20
-"""Fewer rows than this say nothing about a distribution."""
 
 AnyKey = TypeVar("AnyKey", int, str)
 Value = TypeVar("Value")
@@ -255,18 +250,15 @@ def merge_statistics(files: Iterable[FileStatistics]) -> MergedStatistics:
 def find_spike(supervised: Histogram, examples: Mapping[int, RowExample]) -> Spike | None:
     """The one place that holds an implausible share of the rows, or None.
 
-    Merged over files an example is there whenever one value alone makes the spike: some file then has at least that
-    share of its rows at the value, so that it is among that file's `EXAMPLE_VALUES` most frequent ones.
+    Merged over files it has an example wherever some file has the value among its `EXAMPLE_VALUES` most frequent ones.
     """
-    total = sum(supervised.values())
-    if total < SPIKE_ROWS:
+    window = spike_window(supervised)
+    if window is None:
         return None
-    low, high, rows = densest(supervised, SPIKE_WIDTH)
-    if rows < SPIKE_SHARE * total:
-        return None
+    low, high, rows = window
     inside = sorted((v for v in range(low, high + 1) if v in supervised), key=lambda v: -supervised[v])
     example = next((examples[value] for value in inside if value in examples), None)
-    return Spike(low=low, high=high, rows=rows, share=rows / total, example=example)
+    return Spike(low=low, high=high, rows=rows, share=rows / sum(supervised.values()), example=example)
 
 
 @dataclass(frozen=True)

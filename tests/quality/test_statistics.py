@@ -1,6 +1,5 @@
 """Merged statistics are those of one big file, every row is accounted for, and a spike is found with a row."""
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 
 from dflash_core.quality.flags import TRUNCATED, Flag
 from dflash_core.quality.hashes import hash_rows, pack, unpack
-from dflash_core.quality.histogram import densest, histogram, quantiles
+from dflash_core.quality.histogram import histogram, quantiles
+from dflash_core.quality.spikes import MAX_WIDTH, MIN_ROWS, spike_window
 from dflash_core.quality.statistics import (
-    SPIKE_WIDTH,
     Counts,
     FileStatistics,
     MergedStatistics,
@@ -143,13 +142,11 @@ def test_no_rows_at_all_are_counted_as_such() -> None:
     assert (merged.rows_read, merged.spike, merged.worst_rows, quantiles(merged.supervised)) == (0, None, (), {})
 
 
-@given(st.lists(st.integers(0, 3000), min_size=1), st.sampled_from([6, 40, 2500]), st.floats(0.3, 0.99))
-def test_a_spike_is_found_where_it_was_planted(noise: list[int], value: int, share: float) -> None:
-    noise = [n for n in noise if abs(n - value) > SPIKE_WIDTH] or [100]
-    noise *= 1 + 20 // len(noise)
-    if max(Counter(noise).values()) > len(noise) * 0.2:
-        noise = [i * 7 for i in range(200) if abs(i * 7 - value) > SPIKE_WIDTH]
-    planted = int(share / (1 - share) * len(noise)) + 1
+@given(st.integers(50, 400), st.integers(0, 1000), st.integers(0, 3000), st.floats(0.1, 0.99))
+def test_a_spike_is_found_where_it_was_planted(size: int, seed: int, value: int, share: float) -> None:
+    spread = np.random.default_rng(seed).integers(0, 3000, size)
+    noise = spread[abs(spread - value) > MAX_WIDTH * 2].tolist()
+    planted = max(MIN_ROWS, int(share / (1 - share) * len(noise)) + 1)
     rows = [Row(f"q-{i}", i, 5, n, "stop", 0, None, None) for i, n in enumerate([*noise, *[value] * planted])]
     spike = _statistics("file", rows).spike
     assert spike is not None
@@ -178,13 +175,28 @@ def test_quantiles_are_exact(values: list[int]) -> None:
     assert (found["min"], found["max"]) == (min(values), max(values))
 
 
-@given(st.lists(st.integers(0, 30), min_size=1), st.integers(1, 6))
-def test_the_densest_window_holds_most_of_the_best_one(values: list[int], width: int) -> None:
-    counts = histogram(np.array(values))
-    low, high, rows = densest(counts, width)
-    best = max(sum(start <= v < start + width for v in values) for start in range(31))
-    assert high - low < width
-    assert rows == sum(low <= v <= high for v in values) >= 0.95 * best
+@pytest.mark.parametrize("deviation", [6, 40, 700])
+@pytest.mark.parametrize("rows", [250, 500, 100_000])
+def test_healthy_answers_have_no_spike(deviation: int, rows: int) -> None:
+    for seed in range(20):
+        values = np.random.default_rng(seed).normal(4 * deviation, deviation, rows).clip(1)
+        assert spike_window(histogram(values.astype(np.int64))) is None
+
+
+def test_a_small_spike_beside_a_narrow_mode_is_found() -> None:
+    values = np.random.default_rng(0).normal(90, 9, 1782).astype(np.int64)
+    assert spike_window(histogram(np.concatenate([values, np.full(218, 6)]))) == (6, 6, 218)
+
+
+def test_a_spike_within_the_bulk_is_named_exactly() -> None:
+    values = np.random.default_rng(0).normal(90, 20, 800).astype(np.int64)
+    found = spike_window(histogram(np.concatenate([values, np.full(400, 85)])))
+    assert found == (85, 85, 400 + int((values == 85).sum()))
+
+
+def test_a_spike_may_be_a_few_values_wide() -> None:
+    values = np.concatenate([np.arange(100, 900, 4), 5 + np.arange(90) % 3])
+    assert spike_window(histogram(values)) == (5, 7, 90)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=12))

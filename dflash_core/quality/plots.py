@@ -1,0 +1,215 @@
+"""Pictures of the statistics as PNG bytes, for Dagster's metadata and the report.
+
+Drawn with matplotlib's object interface on Agg: no pyplot, no global state, safe in threads and without a display.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from dflash_core.quality.flags import TRUNCATED
+from dflash_core.quality.histogram import Histogram, quantiles
+from dflash_core.quality.statistics import Counts, FileStatistics, MergedStatistics, Spike
+
+INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e7eb"
+BLUE, RED, AMBER, TEAL = "#4a78b5", "#d1404f", "#e3a33a", "#6fa8a0"
+BINS = 48
+BARS = 7
+WORST_FILES = 10
+
+
+def file_plot(statistics: FileStatistics) -> bytes:
+    """One small picture of a file: supervised tokens, lengths, and what became of its rows."""
+    figure = _figure(9.6, 2.7)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
+    supervised_axes(left, statistics)
+    lengths_axes(middle, statistics)
+    rows_axes(right, statistics)
+    return _png(figure)
+
+
+def merged_plot(merged: MergedStatistics, files: Sequence[FileStatistics]) -> bytes:
+    """One picture of all files: distributions above, reasons and the worst files below."""
+    figure = _figure(11.5, 6.6)
+    rows = GridSpec(2, 1, figure=figure)
+    above, below = figure.add_subfigure(rows[0]), figure.add_subfigure(rows[1])
+    left, right = above.subplots(1, 2, width_ratios=(1.5, 1))
+    supervised_axes(left, merged)
+    lengths_axes(right, merged)
+    ends, lost, worst = below.subplots(1, 3, width_ratios=(0.8, 1.1, 1.1))
+    finish_axes(ends, merged)
+    lost_axes(lost, merged)
+    worst_files_axes(worst, files)
+    return _png(figure)
+
+
+def picture(width: float, height: float, draw: Callable[[Axes], None]) -> bytes:
+    """A picture with a single panel, sizes in inches."""
+    figure = _figure(width, height)
+    draw(figure.subplots())
+    return _png(figure)
+
+
+def supervised_axes(axes: Axes, counts: Counts) -> None:
+    """Supervised tokens a row over all rendered rows, the spike in red with its numbers."""
+    _histogram_axes(axes, counts.supervised, counts.spike)
+    _decorate(axes, "Supervised tokens per row", "tokens", "rows")
+
+
+def lengths_axes(axes: Axes, counts: Counts) -> None:
+    """Tokens a row, prompt included."""
+    _histogram_axes(axes, counts.lengths, None)
+    _decorate(axes, "Length per row", "tokens", "rows")
+
+
+def finish_axes(axes: Axes, counts: Counts) -> None:
+    """Why the engine stopped, as it said."""
+    _bars(axes, counts.finish_reasons, {"length": AMBER}, "Finish reasons", rendered=counts.rows_rendered)
+
+
+def lost_axes(axes: Axes, counts: Counts) -> None:
+    """Rows rejected or dropped, by reason."""
+    lost = dict(sorted({**counts.rejected, **counts.dropped}.items(), key=lambda item: -item[1]))
+    colours = dict.fromkeys(counts.rejected, RED) | dict.fromkeys(counts.dropped, AMBER)
+    _bars(axes, lost, colours, "Rejected (red) and dropped (amber) rows", rendered=counts.rows_read)
+
+
+def rows_axes(axes: Axes, counts: Counts) -> None:
+    """What became of the rows of one file: kept, dropped, rejected, by reason, and how many the engine cut short."""
+    truncated = counts.flagged(TRUNCATED)
+    rows = {"kept": counts.rows_kept, **counts.dropped, **counts.rejected}
+    colours = {"kept": BLUE, **dict.fromkeys(counts.dropped, AMBER), **dict.fromkeys(counts.rejected, RED)}
+    if truncated:
+        rows["(ended by length)"], colours["(ended by length)"] = truncated, TEAL
+    _bars(axes, rows, colours, "Rows", rendered=counts.rows_read)
+
+
+def worst_files_axes(axes: Axes, files: Sequence[FileStatistics]) -> None:
+    """The files that lost the largest share of their rows."""
+    worst = worst_files(files)[:WORST_FILES]
+    places = range(len(worst))
+    start = np.zeros(len(worst))
+    rejected, dropped = [f.rows_rejected for f in worst], [sum(f.dropped.values()) for f in worst]
+    read = np.array([max(1, f.rows_read) for f in worst])
+    for label, colour, rows in (("rejected", RED, rejected), ("dropped", AMBER, dropped)):
+        shares = 100 * np.array(rows) / read
+        axes.barh(places, shares, left=start, height=0.62, color=colour, label=label)
+        start = start + shares
+    for place, share in zip(places, start, strict=True):
+        axes.text(share, place, f" {share:.1f} %", va="center", ha="left", fontsize=7.5, color=INK)
+    axes.set_yticks(places, [_short(f.partition, 24) for f in worst])
+    axes.set_xlim(0, max(1.0, 1.25 * float(start.max(initial=0.0))))
+    axes.set_ylim(max(len(worst), 4) - 0.5, -0.5)
+    _decorate(axes, "Files that lost most" if worst else "No file lost a row", "% of rows read", "")
+    axes.grid(visible=False, axis="y")
+    if worst:
+        axes.legend(fontsize=7.5, frameon=False, loc="lower right")
+
+
+def worst_files(files: Sequence[FileStatistics]) -> list[FileStatistics]:
+    """Files that lost rows, or have none, largest lost share first."""
+    lossy = [file for file in files if file.rows_kept < file.rows_read or not file.rows_read]
+    return sorted(lossy, key=lambda f: (f.rows_kept / max(1, f.rows_read), f.partition))
+
+
+def _histogram_axes(axes: Axes, counts: Histogram, spike: Spike | None) -> None:
+    """Equal bins up to the 99.5th percentile, everything above it in the last bin."""
+    if not counts:
+        axes.text(0.5, 0.5, "no rows", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+        return
+    values, rows = np.array(list(counts)), np.array(list(counts.values()))
+    reach = values[np.searchsorted(np.cumsum(rows), 0.995 * rows.sum())]
+    step = max(1, -(-int(reach + 1) // BINS))
+    edges = np.arange(0, reach + step + 1, step)
+    bins = np.minimum(values // step, len(edges) - 2)
+    in_spike = (values >= spike.low) & (values <= spike.high) if spike else np.zeros(len(values), bool)
+    plain, special = (
+        np.bincount(bins[where], rows[where], minlength=len(edges) - 1) for where in (~in_spike, in_spike)
+    )
+    axes.bar(edges[:-1], plain, width=step, align="edge", color=BLUE, linewidth=0)
+    axes.bar(edges[:-1], special, width=step, align="edge", color=RED, bottom=plain, linewidth=0)
+    axes.set_xlim(0, edges[-1])
+    axes.set_ylim(0, 1.12 * float((plain + special).max()))
+    notes = [f"median {quantiles(counts)['median']:,} (dashed)"]
+    if values[-1] >= edges[-1]:
+        notes.append(f"last bar: up to {values[-1]:,}")
+    axes.axvline(quantiles(counts)["median"], color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
+    axes.text(0.99, 0.97, "\n".join(notes), transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=MUTED)
+    if spike is not None:
+        _label_spike(axes, spike, float(edges[-1]))
+
+
+def _label_spike(axes: Axes, spike: Spike, reach: float) -> None:
+    place = f"{spike.low}" if spike.low == spike.high else f"{spike.low} to {spike.high}"
+    text = f"{100 * spike.share:.1f} % of all rows\nhave {place} tokens"
+    if spike.example is not None:
+        text += f"\ne.g. row {_short(spike.example.row_id, 20)}\n(line {spike.example.line})"
+    top = axes.get_ylim()[1]
+    to_the_right = spike.high < 0.6 * reach
+    axes.annotate(
+        text,
+        xy=(spike.high + 0.5 if to_the_right else spike.low, 0.8 * top),
+        xytext=(spike.high + 0.07 * reach if to_the_right else spike.low - 0.07 * reach, 0.68 * top),
+        ha="left" if to_the_right else "right",
+        va="center",
+        fontsize=8,
+        color=RED,
+        arrowprops={"arrowstyle": "->", "color": RED, "linewidth": 1},
+    )
+
+
+def _bars(axes: Axes, rows: Mapping[str, int], colours: Mapping[str, str], title: str, *, rendered: int) -> None:
+    """Horizontal bars, one a name, with count and share; the smallest are summed up."""
+    shown = dict(list(rows.items())[:BARS])
+    rest = sum(rows.values()) - sum(shown.values())
+    if rest:
+        shown[f"{len(rows) - BARS} more"] = rest
+    places = range(len(shown))
+    axes.barh(places, list(shown.values()), height=0.62, color=[colours.get(name, BLUE) for name in shown])
+    for place, count in zip(places, shown.values(), strict=True):
+        text = f" {count:,} ({100 * count / max(1, rendered):.1f} %)"
+        axes.text(count, place, text, va="center", ha="left", fontsize=7.5, color=INK)
+    axes.set_yticks(places, [_short(name, 24) for name in shown])
+    axes.set_xlim(0, 1.45 * max(1, *shown.values(), 0))
+    axes.set_ylim(max(len(shown), 4) - 0.5, -0.5)
+    _decorate(axes, title, "rows", "")
+    axes.grid(visible=False, axis="y")
+    if not shown:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+
+
+def _decorate(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", color=INK, pad=7)
+    axes.set_xlabel(x, fontsize=8, color=MUTED)
+    axes.set_ylabel(y, fontsize=8, color=MUTED)
+    axes.tick_params(labelsize=7.5, colors=MUTED, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()
+
+
+def _short(text: str, width: int) -> str:
+    """At most `width` characters, the middle left out; no accidental mathtext."""
+    text = text.replace("$", r"\$")
+    return text if len(text) <= width else f"{text[: width // 2]}…{text[-(width - width // 2 - 1) :]}"
