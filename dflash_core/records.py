@@ -100,6 +100,12 @@ class TrainingSet(Record):
     verdict: Verdict
 
 
+class TrainingSetPointer(Record):
+    """training_set/latest.json: the set that was frozen last; written after everything it leads to."""
+
+    hash: str
+
+
 class FileCoverage(Record):
     """What a training run took from one source file."""
 
@@ -138,6 +144,20 @@ class DrafterCheckpoint(Record):
     skipped_rows: int
 
 
+class RunPointer(Record):
+    """drafter_checkpoint/latest.json: the run that was finished last; written after everything it leads to."""
+
+    run: str
+
+
+class SavedStep(Record):
+    """A checkpoint of a run under way, drafter_checkpoint/<run>/checkpoints/<step>.json; written after its files."""
+
+    run: str
+    step: int
+    files: tuple[StoredObject, ...]
+
+
 class DrafterEval(Record):
     """Acceptance measured by draft-and-verify decoding; drafter_eval/<run>/report.json."""
 
@@ -156,8 +176,12 @@ class DrafterEval(Record):
     """Share of slot k accepted given that slots 1..k-1 were; K-1 values."""
     tokens: int
     verification_steps: int
+    histogram: tuple[int, ...]
+    """Verification steps that accepted 0, 1, ... K-1 drafts; K values."""
     tokens_per_s: float
     tokens_per_s_without: float
+    settings: str
+    """sha256 over everything that decides these numbers; an equal one makes a new evaluation needless."""
 
 
 class DrafterExport(Record):
@@ -167,3 +191,9 @@ class DrafterExport(Record):
     training_set: str
     dtype: str
     files: tuple[StoredObject, ...]
+
+
+class CommandFailure(Record):
+    """What a core command writes instead of its result when it refuses."""
+
+    error: str

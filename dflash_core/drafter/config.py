@@ -211,6 +211,25 @@ def text_config(target_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested
 
 
+def check_fit(config: DrafterConfig, target_config: Mapping[str, Any]) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        IncompatibleError: hidden size, vocabulary or depth differ; the message holds both values.
+    """
+    text = text_config(target_config)
+    for ours, theirs, what in (
+        (config.hidden_size, text["hidden_size"], "hidden size"),
+        (config.vocab_size, text["vocab_size"], "vocabulary"),
+        (config.num_target_layers, text["num_hidden_layers"], "number of target layers"),
+    ):
+        if ours != theirs:
+            raise IncompatibleError(
+                f"the drafter was made for a target with {what} {ours}, this target has {theirs}; "
+                "use the target that it was trained with"
+            )
+
+
 def tokenizer_mask_id(folder: Path) -> int | None:
     """Id of the tokenizer's own mask token (`mask_token`, or an added `<|mask|>`), None where it has none."""
     settings_file, vocabulary_file = folder / "tokenizer_config.json", folder / "tokenizer.json"
