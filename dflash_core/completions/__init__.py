@@ -1,0 +1,1 @@
+"""Completions: one source object -> normalized rows, every line accounted for; and generation through a server."""

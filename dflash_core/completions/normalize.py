@@ -1,0 +1,255 @@
+"""One JSON object in any accepted form -> one `Completion`. Roles and meanings are never guessed: unclear is refused.
+
+Accepted: `messages` or `conversations` (role/content, or from/value), or `prompt` with `completion` or `response`;
+reasoning as `reasoning_content`, `reasoning` or inline think tags; tools and tool calls as lists, JSON or Python text.
+"""
+
+import ast
+import hashlib
+import json
+from collections.abc import Sequence
+
+import orjson
+
+from dflash_core.completions.record import Completion, FinishReason, Json, Message, Refused, Role
+
+ROLES: dict[str, Role] = {r: r for r in ("system", "developer", "user", "assistant", "tool")}
+SHAREGPT_ROLES: dict[str, Role] = {**ROLES, "human": "user", "gpt": "assistant", "observation": "tool"}
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "tool_calls": "tool_calls",
+    "tool_use": "tool_calls",
+    "function_call": "tool_calls",
+}
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+REASONING_KEYS = ("reasoning_content", "reasoning")
+MAX_LITERAL_CHARS = 1 << 20
+
+
+def normalize(row: dict[str, Json], line: int) -> Completion:
+    """The completion that a parsed line holds.
+
+    Raises:
+        Refused: with the reason.
+    """
+    finish_reason = _finish_reason(row.get("finish_reason"))
+    messages = _messages(row, finish_reason)
+    turns = _turns(messages)
+    prompt_ids, completion_ids = _engine_ids(row)
+    return Completion(
+        row_id=_row_id(row),
+        line=line,
+        messages=messages,
+        turns=turns,
+        tools=_tools(row.get("tools")),
+        finish_reason=finish_reason,
+        prompt_token_ids=prompt_ids,
+        completion_token_ids=completion_ids,
+    )
+
+
+def _messages(row: dict[str, Json], finish_reason: FinishReason | None) -> tuple[Message, ...]:
+    given = _raw_messages(row)
+    last = len(given) - 1
+    return tuple(_message(m, i, finish_reason if i == last else "stop") for i, m in enumerate(given))
+
+
+def _raw_messages(row: dict[str, Json]) -> list[Json]:
+    """The messages as they are written, the answer last."""
+    named = [row[key] for key in ("messages", "conversations") if row.get(key) is not None]
+    prompt = row.get("prompt")
+    answers = [row[key] for key in ("completion", "response") if row.get(key) is not None]
+    if len(named) == 2 or len(answers) == 2:
+        raise Refused("ambiguous form", "two fields hold the conversation or the answer")
+    if not named and not (prompt is not None and ("completion" in row or "response" in row)):
+        raise Refused("no completion", "neither messages, conversations nor prompt with completion or response")
+    messages = named[0] if named else prompt
+    if type(messages) is str and not named:
+        messages = [{"role": "user", "content": messages}]
+    if type(messages) is not list:
+        raise Refused("malformed messages", "the conversation is no list")
+    if not messages:
+        raise Refused("empty conversation")
+    if type(row.get("system")) is str and row["system"]:
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    if answers or not named:
+        messages = [*messages, *_answer(row, answers[0] if answers else "")]
+    return messages
+
+
+def _answer(row: dict[str, Json], answer: Json) -> list[Json]:
+    if type(answer) is str:
+        extra = {key: row[key] for key in (*REASONING_KEYS, "tool_calls") if key in row}
+        return [{"role": "assistant", "content": answer, **extra}]
+    if type(answer) is dict:
+        return [answer]
+    if type(answer) is list and len(answer) == 1:
+        return answer
+    raise Refused("malformed messages", "the answer is neither text nor one message")
+
+
+def _message(raw: Json, index: int, finish_reason: FinishReason | None) -> Message:
+    if type(raw) is not dict:
+        raise Refused("malformed messages", f"message {index} is no object")
+    if "role" in raw:
+        role, content = ROLES.get(raw["role"]) if type(raw["role"]) is str else None, raw.get("content")
+    else:
+        name = raw.get("from")
+        role, content = SHAREGPT_ROLES.get(name) if type(name) is str else None, raw.get("value")
+    if role is None:
+        raise Refused("unknown role", f"message {index}: {raw.get('role', raw.get('from'))!r}")
+    text = _text(content, index, optional=role == "assistant")
+    extra = (
+        tuple((key, raw[key]) for key in ("name", "tool_call_id") if type(raw.get(key)) is str) if len(raw) > 2 else ()
+    )
+    if role != "assistant":
+        return Message(role, text, extra=extra)
+    reasoning, text = _split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
+    calls = _tool_calls(raw["tool_calls"]) if raw.get("tool_calls") else ()
+    return Message(role, text, reasoning, calls, extra)
+
+
+def _text(content: Json, index: int, *, optional: bool) -> str:
+    if type(content) is str:
+        return content
+    if content is None:
+        if optional:
+            return ""
+        raise Refused("message without content", f"message {index}")
+    if type(content) is list:
+        # Engines join several parts in different ways; one text part means the same to all.
+        if len(content) == 1 and type(content[0]) is dict and type(content[0].get("text")) is str:
+            return str(content[0]["text"])
+        raise Refused("unsupported content parts", f"message {index} has {len(content)} parts, not one text")
+    raise Refused("content is not text", f"message {index} holds a {type(content).__name__}")
+
+
+def _recorded_reasoning(raw: dict[str, Json], index: int) -> str | None:
+    found = {raw[key] for key in REASONING_KEYS if type(raw.get(key)) is str and raw[key]}
+    if any(raw.get(key) is not None and type(raw[key]) is not str for key in REASONING_KEYS):
+        raise Refused("reasoning is not text", f"message {index}")
+    if len(found) > 1:
+        raise Refused("ambiguous form", f"message {index} has two different thoughts")
+    return found.pop() if found else None
+
+
+def _split_reasoning(recorded: str | None, content: str, finish_reason: FinishReason | None) -> tuple[str | None, str]:
+    """Bring the three spellings of a thought to one. White space at a thought's edges belongs to its tags."""
+    if recorded is not None:
+        if content.lstrip().startswith(THINK_OPEN):
+            raise Refused("ambiguous form", "a thought in its own field and another in the content")
+        return recorded.strip("\n") if recorded.strip() else None, content
+    if THINK_OPEN not in content and THINK_CLOSE not in content:
+        return None, content
+    opened = content.lstrip().startswith(THINK_OPEN)
+    before, closed, after = content.partition(THINK_CLOSE)
+    if not closed and opened:
+        if finish_reason != "length":
+            raise Refused("unclosed thought", "the answer opens a think block and never closes it")
+        return before.lstrip()[len(THINK_OPEN) :].strip("\n") or None, ""
+    if not opened and (not closed or THINK_OPEN in before):
+        return None, content  # tags that are quoted somewhere in the text
+    # Without the opening tag it was part of the prompt, which is how several templates start the turn.
+    thought = before.lstrip()[len(THINK_OPEN) :] if opened else before
+    return (thought.strip("\n") or None) if thought.strip() else None, after.lstrip("\n")
+
+
+def _tool_calls(raw: Json) -> tuple[dict[str, Json], ...]:
+    calls = _decoded(raw, "malformed tool calls")
+    if type(calls) is dict:
+        calls = [calls]
+    if type(calls) is not list:
+        raise Refused("malformed tool calls", "neither a list nor its text")
+    return tuple(_tool_call(call) for call in calls)
+
+
+def _tool_call(raw: Json) -> dict[str, Json]:
+    call = _decoded(raw, "malformed tool calls")
+    function = call.get("function", call) if type(call) is dict else None
+    if type(function) is not dict or type(function.get("name")) is not str or not function["name"]:
+        raise Refused("malformed tool calls", "a call without the name of its function")
+    arguments = function.get("arguments")
+    arguments = {} if arguments in (None, "") else _decoded(arguments, "malformed tool calls")
+    if type(arguments) is not dict:
+        raise Refused("malformed tool calls", f"arguments of {function['name']} are no object")
+    named = {"id": call["id"]} if type(call.get("id")) is str else {}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(raw: Json) -> tuple[dict[str, Json], ...]:
+    if raw in (None, "", []):
+        return ()
+    tools = _decoded(raw, "malformed tools")
+    if type(tools) is not list:
+        raise Refused("malformed tools", "neither a list nor its text")
+    decoded = tuple(_decoded(tool, "malformed tools") for tool in tools)
+    if not all(type(tool) is dict for tool in decoded):
+        raise Refused("malformed tools", "a tool that is no object")
+    return decoded
+
+
+def _decoded(value: Json, reason: str) -> Json:
+    """A value given as itself, as JSON text or as the text Python prints for it."""
+    if type(value) is not str:
+        return value
+    if len(value) > MAX_LITERAL_CHARS:
+        raise Refused(reason, f"a text of {len(value)} characters")
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        parsed = ast.literal_eval(value)
+        json.dumps(parsed, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise Refused(reason, f"neither JSON nor Python text: {value[:60]!r}") from None
+    return parsed
+
+
+def _finish_reason(raw: Json) -> FinishReason | None:
+    if raw is None or raw == "":
+        return None
+    reason = FINISH_REASONS.get(raw) if type(raw) is str else None
+    if reason is None:
+        raise Refused("unusable finish_reason", repr(raw)[:60])
+    return reason
+
+
+def _turns(messages: Sequence[Message]) -> tuple[int, ...]:
+    """The answers that become rows: those with something asked before them."""
+    if messages[-1].role != "assistant":
+        raise Refused("no completion", f"the conversation ends with the role {messages[-1].role!r}")
+    asked, turns = False, []
+    for i, message in enumerate(messages):
+        if message.role == "assistant" and asked:
+            turns.append(i)
+        asked = asked or message.role in ("user", "tool")
+    if not turns:
+        raise Refused("no prompt", "the conversation has nothing before its answer")
+    return tuple(turns)
+
+
+def _engine_ids(row: dict[str, Json]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    prompt, completion = row.get("prompt_token_ids"), row.get("completion_token_ids")
+    if completion is None:
+        return None, None  # prompt ids alone say nothing about the answer; its text is rendered
+    for ids in (prompt, completion):
+        if type(ids) is not list or not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+            raise Refused("malformed engine ids", "prompt_token_ids and completion_token_ids must both list ids")
+    return tuple(prompt), tuple(completion)  # type: ignore[arg-type]
+
+
+def _row_id(row: dict[str, Json]) -> str:
+    given = row.get("id")
+    if type(given) is int or (type(given) is str and given):
+        return str(given)
+    if given is not None and given != "":
+        raise Refused("malformed id", f"a {type(given).__name__}")
+    content = orjson.dumps(row, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
+    return "sha256-" + hashlib.sha256(content).hexdigest()[:24]

@@ -1,0 +1,98 @@
+"""One line of bytes -> one JSON object, or the reason why not.
+
+orjson is fast and strict (no NaN, no lone surrogates, no control characters, bounded depth); it tells neither which of
+these it met nor that a key came twice. So its refusals are explained by the standard library's parser, and rows that
+could hide a duplicate key or a number beyond 64 bits are parsed again by it.
+"""
+
+import json
+import re
+from typing import NoReturn
+
+import orjson
+
+from dflash_core.completions.record import Json, Refused
+
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def parse_object(text: bytes) -> dict[str, Json]:
+    """Parse one line.
+
+    Raises:
+        Refused: with the reason and, where it is known, the offset in the line.
+    """
+    if not text.strip():
+        raise Refused("blank line")
+    try:
+        row = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        return _explain(text, error)
+    if type(row) is not dict:
+        raise Refused("not a JSON object", f"a {_kind(row)}")
+    try:
+        if text.count(b'":') - text.count(b'\\":') != _count_keys(row) or _has_structure(row):
+            return _parse_exactly(text)
+    except RecursionError:
+        raise Refused("nested too deeply") from None
+    return row
+
+
+def _count_keys(value: Json) -> int:
+    """Keys in all objects; cheaper to count than to hash, and it differs from the text's when a key came twice."""
+    if type(value) is dict:
+        return len(value) + sum(_count_keys(v) for v in value.values() if type(v) is dict or type(v) is list)
+    return sum(_count_keys(v) for v in value if type(v) is dict or type(v) is list)
+
+
+def _has_structure(row: dict[str, Json]) -> bool:
+    """Whether values other than text get rendered: orjson rounds integers beyond 64 bits."""
+    if row.get("tools"):
+        return True
+    messages = row.get("messages") or row.get("conversations")
+    return type(messages) is list and any(type(m) is dict and m.get("tool_calls") for m in messages)
+
+
+def _parse_exactly(text: bytes) -> dict[str, Json]:
+    def no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise Refused("duplicate key", repr(next(n for n in names if names.count(n) > 1)))
+        return found
+
+    row: dict[str, Json] = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
+    return row
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise Refused("not a JSON number", name)
+
+
+def _explain(text: bytes, problem: orjson.JSONDecodeError) -> NoReturn:
+    if b"\0" in text:
+        raise Refused("NUL byte", f"at byte {text.index(0)}") from None
+    try:
+        decoded = text.decode("utf8")
+    except UnicodeDecodeError as error:
+        raise Refused("invalid UTF-8", f"at byte {error.start}") from None
+    try:
+        row = json.loads(decoded, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise Refused("invalid JSON", f"{error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise Refused("nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, Refused):
+            raise
+        raise Refused("invalid JSON", str(error)) from None  # an integer of thousands of digits
+    if "recursion" in str(problem).lower():
+        raise Refused("nested too deeply")
+    if _LONE_SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+        raise Refused("lone surrogate", "an escape that is half a character")
+    raise Refused("invalid JSON", str(problem))
+
+
+def _kind(value: Json) -> str:
+    names = {list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
+    return names.get(type(value), "null")

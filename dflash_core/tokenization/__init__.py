@@ -1,0 +1,1 @@
+"""Tokenization: completions -> token ids and loss masks, exactly as serving renders them, one shard a source file."""

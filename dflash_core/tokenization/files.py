@@ -1,0 +1,257 @@
+"""One source file -> its shard, statistics, rejects and, last, the manifest that makes them count.
+
+Everything about a row is decided here in one process and one pass, so equal bytes give equal objects: running a file
+twice is harmless, and a file whose manifest still fits is skipped after two small reads.
+"""
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_core import CODE_VERSION
+from dflash_core.completions.lines import MAX_OBJECT_BYTES
+from dflash_core.completions.reading import CompletionFile
+from dflash_core.completions.record import Completion, Refused
+from dflash_core.errors import ObjectCorrupt, ObjectMissing, UnreadableFile
+from dflash_core.quality.hashes import hash_rows
+from dflash_core.quality.statistics import FileStatistics, RenderedRows, file_statistics
+from dflash_core.recipe import Recipe
+from dflash_core.records import Reject, ShardManifest, SourceFile
+from dflash_core.storage.store import Download, Stores
+from dflash_core.tokenization.backends import HuggingFace
+from dflash_core.tokenization.fingerprint import fingerprint_of
+from dflash_core.tokenization.policies import apply_policies
+from dflash_core.tokenization.rows import ExactEncoder, Row, RowBatch, batch_of
+from dflash_core.tokenization.shards import write_shard
+from dflash_core.tokenization.tokenizer import load_tokenizer
+from dflash_core.tokenization.turns import TurnRenderer
+
+log = logging.getLogger(__name__)
+
+ROWS_PER_BATCH = 512
+TOP_REASONS = 3
+
+
+@dataclass(frozen=True)
+class FileDone:
+    """One source file that is tokenized and stored."""
+
+    source: SourceFile
+    manifest: ShardManifest
+    statistics: FileStatistics
+    skipped: bool
+    """It was done already: same source, same fingerprint, objects in place."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TokenizedFile:
+    """What one file becomes, before it is stored."""
+
+    shard: bytes
+    rejects: bytes
+    """JSON lines: line, reason, detail."""
+    statistics: FileStatistics
+    reject_reasons: dict[str, int]
+
+
+class FileTokenizer:
+    """Tokenizes files with one recipe; made once per process, because loading a tokenizer takes a second.
+
+    Raises:
+        RecipeError: the tokenizer or its chat template is missing or unusable.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        tokenizer = load_tokenizer(recipe)
+        renderer = TurnRenderer(tokenizer, supervise_empty_thought=recipe.tokenization.supervise_empty_thought)
+        self.exact = ExactEncoder(renderer, HuggingFace(tokenizer.reference))
+        self.fingerprint = fingerprint_of(recipe, tokenizer.content_hash)
+
+    def tokenize(self, body: bytes, source: SourceFile, sha256: str) -> TokenizedFile:
+        """Everything that one file's bytes become.
+
+        Raises:
+            UnreadableFile: the file is broken as a whole, or not one row survives.
+        """
+        reading = CompletionFile(body, source.uri)
+        rejects: list[Reject] = []
+        batches: list[RowBatch] = []
+        for completions in _chunks(reading, rejects):
+            rows = [row for completion in completions for row in self._rows(completion, rejects)]
+            if rows:
+                batches.append(apply_policies(batch_of(rows), self.recipe))
+        rejects.sort(key=lambda reject: reject.line)
+        dropped = [
+            Reject(line=line, reason=reason)
+            for batch in batches
+            for line, reason in zip(batch.lines.tolist(), batch.dropped, strict=True)
+            if reason is not None
+        ]
+        reasons = Counter(reject.reason for reject in [*rejects, *dropped])
+        statistics = file_statistics(source.partition, rendered_rows(batches), rejects, reading.lines_read)
+        if not statistics.rows_kept:
+            raise UnreadableFile(_nothing_kept(source, statistics.rows_read, reasons))
+        lost = sorted([*rejects, *dropped], key=lambda reject: reject.line)
+        return TokenizedFile(
+            shard=write_shard(batches, self._metadata(source, sha256, statistics)),
+            rejects="".join(reject.model_dump_json() + "\n" for reject in lost).encode(),
+            statistics=statistics,
+            reject_reasons=dict(sorted(reasons.items())),
+        )
+
+    def _rows(self, completion: Completion, rejects: list[Reject]) -> Iterator[Row]:
+        turns = completion.turns if self.recipe.tokenization.turns == "all" else completion.turns[-1:]
+        for turn in turns:
+            try:
+                yield self.exact.encode(completion, turn)
+            except Refused as refused:
+                rejects.append(Reject(line=completion.line, reason=refused.reason, detail=refused.detail))
+
+    def _metadata(self, source: SourceFile, sha256: str, statistics: FileStatistics) -> dict[str, str]:
+        counts = {name: getattr(statistics, name) for name in ("rows_read", "rows_kept", "tokens", "supervised_tokens")}
+        return {
+            "fingerprint": self.fingerprint,
+            "code_version": CODE_VERSION,
+            "source_key": source.key,
+            "source_etag": source.etag,
+            "source_sha256": sha256,
+            "counts": json.dumps(counts),
+        }
+
+
+def rendered_rows(batches: Sequence[RowBatch]) -> RenderedRows:
+    """All batches of one file as the columns that statistics are made of."""
+    starts = [batch.start for batch in batches]
+    none = [np.zeros(0, np.int64)]
+    return RenderedRows(
+        row_ids=[row_id for batch in batches for row_id in batch.row_ids],
+        lines=np.concatenate([batch.lines for batch in batches] or none),
+        lengths=np.concatenate([np.diff(batch.offsets) for batch in batches] or none),
+        prompt_tokens=np.concatenate(starts or none),
+        supervised=np.concatenate([batch.end - batch.start for batch in batches] or none),
+        finish_reasons=[reason for batch in batches for reason in batch.finish_reasons],
+        flags=np.concatenate([batch.flags for batch in batches] or none),
+        text_hashes=np.concatenate(
+            [hash_rows(batch.ids.view(np.uint32), batch.offsets) for batch in batches] or [np.zeros(0, np.uint64)]
+        ),
+        dropped=[reason for batch in batches for reason in batch.dropped],
+    )
+
+
+@dataclass(frozen=True)
+class Names:
+    """Keys of one file's objects, below the derived prefix."""
+
+    fingerprint: str
+    partition: str
+
+    @property
+    def shard(self) -> str:
+        """The Arrow file."""
+        return f"tokenized_shards/{self.fingerprint}/{self.partition}.arrow"
+
+    @property
+    def rejects(self) -> str:
+        """JSON lines."""
+        return f"tokenized_shards/{self.fingerprint}/{self.partition}.rejects.jsonl"
+
+    @property
+    def statistics(self) -> str:
+        """A `FileStatistics`."""
+        return f"loss_mask_stats/{self.fingerprint}/{self.partition}.json"
+
+    @property
+    def manifest(self) -> str:
+        """A `ShardManifest`."""
+        return f"tokenized_shards/{self.fingerprint}/{self.partition}.json"
+
+
+def find_done(stores: Stores, names: Names, source: SourceFile) -> FileDone | None:
+    """The file's result from an earlier run, if it is of this source and everything it names is there.
+
+    Raises:
+        StorageError: the store cannot be asked.
+    """
+    began = time.monotonic()
+    manifest = stores.derived.find_record(names.manifest, ShardManifest)
+    if manifest is None or manifest.source != source or manifest.fingerprint != names.fingerprint:
+        return None
+    if not (stores.derived.holds(manifest.shard) and stores.derived.holds(manifest.rejects)):
+        return None
+    try:
+        statistics = FileStatistics.model_validate_json(stores.derived.read(manifest.statistics))
+    except (ObjectMissing, ObjectCorrupt, ValueError):
+        return None
+    return FileDone(source, manifest, statistics, skipped=True, seconds=time.monotonic() - began)
+
+
+def read_source(stores: Stores, source: SourceFile) -> Download:
+    """The file's bytes, exactly the version that was listed.
+
+    Raises:
+        UnreadableFile: it is larger than one file may be.
+        ObjectChanged: it was replaced since.
+        StorageError: it cannot be read.
+    """
+    if source.size > MAX_OBJECT_BYTES:
+        raise UnreadableFile(
+            f"{source.uri} has {source.size} bytes, more than the {MAX_OBJECT_BYTES} of one file; split it"
+        )
+    return stores.source.get(source.key.removeprefix(stores.source.prefix), etag=source.etag)
+
+
+def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, done: TokenizedFile) -> ShardManifest:
+    """Write the objects, the manifest last.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    derived, statistics = stores.derived, done.statistics
+    shard = derived.put(names.shard, done.shard, "application/vnd.apache.arrow.file")
+    rejects = derived.put(names.rejects, done.rejects, "application/jsonl")
+    stored = derived.put_record(names.statistics, statistics)
+    manifest = ShardManifest(
+        fingerprint=names.fingerprint,
+        code_version=CODE_VERSION,
+        source=source,
+        source_sha256=sha256,
+        shard=shard,
+        statistics=stored,
+        rejects=rejects,
+        rows_read=statistics.rows_read,
+        rows_kept=statistics.rows_kept,
+        rows_rejected=statistics.rows_read - statistics.rows_kept,
+        reject_reasons=done.reject_reasons,
+        tokens=statistics.tokens,
+        supervised_tokens=statistics.supervised_tokens,
+    )
+    derived.put_record(names.manifest, manifest)
+    return manifest
+
+
+def _chunks(reading: CompletionFile, rejects: list[Reject]) -> Iterator[list[Completion]]:
+    chunk: list[Completion] = []
+    for item in reading:
+        if isinstance(item, Reject):
+            rejects.append(item)
+            continue
+        chunk.append(item)
+        if len(chunk) == ROWS_PER_BATCH:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _nothing_kept(source: SourceFile, rows_read: int, reasons: Counter[str]) -> str:
+    if not rows_read:
+        return f"{source.uri} is empty; remove it or write completions into it"
+    top = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(TOP_REASONS))
+    return f"{source.uri}: none of {rows_read} rows survives: {top}; correct the file or the recipe"

@@ -1,0 +1,144 @@
+"""Turns -> rows of ids with one supervised span each, in columns.
+
+A row is cut for encoding only at added-token edges, where byte-level tokenizers provably do not look across, and each
+cut is checked: the prompt's own ids have to be the beginning of the row's ids, and a finished turn has to end in its
+terminator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_core.completions.record import Completion, Refused
+from dflash_core.quality.flags import Flag
+from dflash_core.tokenization.backends import Backend, Ids, Offsets
+from dflash_core.tokenization.turns import TurnRenderer, TurnText
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row before policies: all of its ids."""
+
+    row_id: str
+    line: int
+    finish_reason: str | None
+    flags: int
+    ids: Ids
+    start: int
+    """First supervised token."""
+    end: int
+    """One past the last supervised token."""
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """n rows in columns; also the form after policies, where `dropped` says why a row is not kept."""
+
+    row_ids: list[str]
+    lines: I64
+    finish_reasons: list[str | None]
+    flags: I64
+    ids: Ids
+    """All rows' ids, one after the other."""
+    offsets: Offsets
+    """n + 1 boundaries in `ids`."""
+    start: I64
+    """First supervised token of each row, from the row's beginning."""
+    end: I64
+    dropped: list[str | None]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+
+def batch_of(rows: Sequence[Row]) -> RowBatch:
+    """Rows as columns."""
+    return RowBatch(
+        row_ids=[row.row_id for row in rows],
+        lines=np.array([row.line for row in rows], np.int64),
+        finish_reasons=[row.finish_reason for row in rows],
+        flags=np.array([row.flags for row in rows], np.int64),
+        ids=np.concatenate([row.ids for row in rows]) if rows else np.zeros(0, np.int32),
+        offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
+        start=np.array([row.start for row in rows], np.int64),
+        end=np.array([row.end for row in rows], np.int64),
+        dropped=[None] * len(rows),
+    )
+
+
+class ExactEncoder:
+    """The reference path, one turn at a time: the template rendered in full, every boundary checked."""
+
+    def __init__(self, renderer: TurnRenderer, backend: Backend) -> None:
+        self.renderer = renderer
+        self.backend = backend
+        self.terminator = renderer.tokenizer.added[renderer.end.terminator]
+        self._literal = lru_cache(maxsize=256)(self._encode)
+
+    def encode(self, completion: Completion, turn: int) -> Row:
+        """The row of one turn.
+
+        Raises:
+            Refused: the template refuses it, its boundary is not certain, or its engine ids are none of this tokenizer.
+        """
+        if completion.completion_token_ids is not None and turn == len(completion.messages) - 1:
+            return self._engine_row(completion, turn)
+        return self._text_row(self.renderer.render(completion, turn))
+
+    def _text_row(self, text: TurnText) -> Row:
+        head, rest = self._encode(text.head), self._encode(text.rest)
+        start = len(head) + self._prompt_part(text, rest)
+        ids, end = [*head, *rest], len(head) + len(rest)
+        if text.terminated:
+            after = self._literal(self.renderer.end.after)
+            end -= len(after)
+            if not self.renderer.end.written:
+                ids.append(self.terminator)
+                end += 1
+            if ids[end - 1] != self.terminator or tuple(ids[end:]) != after:
+                raise Refused("boundary unstable", "the turn does not end in its terminator")
+        return Row(text.row_id, text.line, text.finish_reason, text.flags, np.array(ids, np.int32), start, end)
+
+    def _prompt_part(self, text: TurnText, rest: tuple[int, ...]) -> int:
+        """Tokens of `rest` before the first supervised one."""
+        known = text.tail + text.scaffold
+        expected = self._literal(known) if len(known) < 1024 else self._encode(known)
+        if rest[: len(expected)] != expected:
+            raise Refused("boundary unstable", "the answer's first token reaches into the prompt")
+        if not text.scaffold_counts or not text.scaffold:
+            return len(expected)
+        # A token that holds the end of the prompt and the beginning of the scaffold belongs to the prompt.
+        encoding = self.renderer.tokenizer.reference.encode(self.renderer.spell(known), add_special_tokens=False)
+        return sum(begin < len(text.tail) for begin, _ in encoding.offsets)
+
+    def _engine_row(self, completion: Completion, turn: int) -> Row:
+        prompt, answer = completion.prompt_token_ids or (), completion.completion_token_ids or ()
+        vocabulary = self.renderer.tokenizer.vocabulary
+        if max(*prompt, *answer) >= vocabulary:
+            raise Refused("malformed engine ids", f"an id beyond the tokenizer's {vocabulary}")
+        ids = np.array([*prompt, *answer], np.int32)
+        flags, finish_reason = Flag.ENGINE_IDS, completion.finish_reason
+        try:
+            text = self.renderer.render(completion, turn)
+            row = self._text_row(text)
+            flags |= Flag(text.flags) & ~Flag.NO_TERMINATOR
+            flags |= Flag.DRIFT if not np.array_equal(row.ids[: row.end], ids) else Flag(0)
+        except Refused:
+            flags |= Flag.DRIFT  # its text cannot even be rendered; the engine's ids can be trusted all the same
+        if answer[-1] != self.terminator:
+            flags |= Flag.NO_TERMINATOR
+        return Row(completion.turn_id(turn), completion.line, finish_reason, int(flags), ids, len(prompt), len(ids))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if not self.renderer.is_protected(text):
+            return tuple(self.backend.encode([text])[0].tolist())
+        found: list[int] = []
+        for piece in self.renderer.split_structure(text):
+            protected = self.renderer.is_protected(piece)
+            found += self.backend.encode([self.renderer.spell(piece)], special_as_text=protected)[0].tolist()
+        return tuple(found)

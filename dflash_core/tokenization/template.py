@@ -1,0 +1,141 @@
+"""The chat template, rendered exactly as serving does, without importing transformers (which brings torch along).
+
+The environment has what transformers gives a chat template: an immutable sandbox, trimmed blocks, loop controls,
+`tojson` without HTML escapes, `raise_exception`, `strftime_now`, the tokenizer's special tokens as variables, and
+generation tags, which are read and ignored. Tests hold it byte-equal to transformers.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dflash_core.completions.normalize import THINK_CLOSE
+from dflash_core.completions.record import Json, Message, Refused
+from dflash_core.errors import RecipeError
+from dflash_core.recipe import TemplateOption
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant writes in some templates; rendering is the same without it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled chat template with the options of the recipe.
+
+    Raises:
+        RecipeError: the template does not parse, or an option is none of its variables.
+    """
+
+    def __init__(
+        self, text: str, special_tokens: Mapping[str, str], options: Mapping[str, TemplateOption], where: str
+    ) -> None:
+        self.text = text
+        self._environment = _environment()
+        try:
+            tree = self._environment.parse(text)
+            self._template = self._environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise RecipeError(f"the chat template of {where} does not parse: {error} (line {error.lineno})") from None
+        known = jinja2.meta.find_undeclared_variables(tree)
+        for option in options:
+            if option not in known:
+                raise RecipeError(
+                    f"tokenization.template_options.{option}: the chat template of {where} has no such option; "
+                    f"it reads {', '.join(sorted(known - {'messages'}))}"
+                )
+        self._tree = tree
+        self._variables: dict[str, Any] = {**special_tokens, "documents": None, **options}
+
+    @cached_property
+    def tested_texts(self) -> tuple[str, ...]:
+        """Texts that the template looks for in what it renders: content with one of them may render differently."""
+        found: set[str] = set()
+        for compare in self._tree.find_all(nodes.Compare):
+            for operand in compare.ops:
+                if operand.op in ("in", "notin") and isinstance(compare.expr, nodes.Const):
+                    found.add(str(compare.expr.value))
+                elif operand.op in ("eq", "ne"):
+                    found.update(filter(None, map(_text, (compare.expr, operand.expr))))
+        for call in self._tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr not in ("strip", "lstrip", "rstrip"):
+                found.update(filter(None, map(_text, call.args)))
+        return tuple(sorted(found))
+
+    def render(
+        self, messages: Sequence[Mapping[str, Json]], tools: Sequence[Json], *, add_generation_prompt: bool
+    ) -> str:
+        """The text that serving would tokenize.
+
+        Raises:
+            Refused: the template does not accept this conversation.
+        """
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            raise Refused("the template refuses the conversation", str(error)) from None
+        except RecursionError:
+            raise Refused("the template refuses the conversation", "nested too deeply") from None
+
+
+def template_message(message: Message) -> dict[str, Json]:
+    """The message as engines hand it to a template; the thought under each of the names templates use."""
+    given: dict[str, Json] = {"role": message.role, "content": message.content, **dict(message.extra)}
+    if message.reasoning is not None:
+        given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning, "reasoning": message.reasoning}
+    elif message.role == "assistant" and THINK_CLOSE in message.content:
+        given["reasoning_content"] = ""  # the tag is quoted: keep the template from splitting the answer there
+    if message.tool_calls:
+        given["tool_calls"] = list(message.tool_calls)
+    return given
+
+
+def _text(node: nodes.Node) -> str | None:
+    return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Json,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

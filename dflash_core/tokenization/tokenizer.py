@@ -1,0 +1,148 @@
+"""A tokenizer folder: the reference tokenizer (Hugging Face `tokenizers`), its chat template and its special tokens.
+
+Read straight from the files that serving reads: tokenizer.json, tokens that only tokenizer_config.json adds, and the
+template from chat_template.jinja or tokenizer_config.json. Nothing is added to a text that the template did not print:
+engines tokenize a rendered chat without adding special tokens, so a BOS is there exactly if the template prints one.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+
+from dflash_core.completions.record import Json
+from dflash_core.errors import RecipeError
+from dflash_core.recipe import Recipe
+from dflash_core.tokenization.template import ChatTemplate
+
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """What turns conversations into ids: shared by all rows, read once per process."""
+
+    path: Path
+    reference: Tokenizer = field(repr=False)
+    template: ChatTemplate = field(repr=False)
+    added: dict[str, int] = field(repr=False)
+    """Every added token and its id."""
+    special: frozenset[str] = field(repr=False)
+    """Those of them that are control tokens: in the text of a message they are never taken for structure."""
+    eos: str | None
+    content_hash: str
+    """Of all files that decide ids."""
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """One more than the largest id."""
+        return max(self.reference.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def load_tokenizer(recipe: Recipe) -> ChatTokenizer:
+    """Read the recipe's tokenizer folder.
+
+    Raises:
+        RecipeError: the folder, the tokenizer or its chat template is missing or malformed.
+    """
+    folder = recipe.tokenizer_path
+    if not folder.is_dir():
+        raise RecipeError(f"tokenizer folder {folder} does not exist; correct target.path or tokenization.tokenizer")
+    tokenizer_file = folder / "tokenizer.json"
+    text = _read(tokenizer_file)
+    if text is None:
+        raise RecipeError(f"{folder} holds no tokenizer.json; save the tokenizer there in Hugging Face form")
+    config = _load_json(folder / "tokenizer_config.json") or {}
+    try:
+        reference = Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise RecipeError(f"{tokenizer_file} is no tokenizer: {error}") from None
+    reference.no_truncation()
+    reference.no_padding()
+    _add_configured_tokens(reference, config, folder)
+    template_text = _template_text(recipe, folder, config)
+    tokens = _special_tokens(config, folder)
+    template = ChatTemplate(template_text, tokens, recipe.tokenization.template_options, str(folder))
+    added = reference.get_added_tokens_decoder()
+    return ChatTokenizer(
+        path=folder,
+        reference=reference,
+        template=template,
+        added={token.content: i for i, token in added.items()},
+        special=frozenset(token.content for token in added.values() if token.special),
+        eos=tokens.get("eos_token"),
+        content_hash=_content_hash(text, config.get("added_tokens_decoder"), tokens, template_text),
+    )
+
+
+def _content_hash(tokenizer: str, added: Json, tokens: dict[str, str], template: str) -> str:
+    digest = hashlib.sha256()
+    for part in (tokenizer, json.dumps(added, sort_keys=True), json.dumps(tokens, sort_keys=True), template):
+        digest.update(hashlib.sha256(part.encode("utf8")).digest())
+    return digest.hexdigest()
+
+
+def _template_text(recipe: Recipe, folder: Path, config: dict[str, Json]) -> str:
+    chosen = recipe.tokenization.chat_template
+    if chosen is not None:
+        text = _read(chosen)
+        if text is None:
+            raise RecipeError(f"tokenization.chat_template {chosen} does not exist; give an existing Jinja file")
+        return text
+    text = _read(folder / "chat_template.jinja")
+    given = text if text is not None else config.get("chat_template")
+    if isinstance(given, list):
+        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}.get("default")
+    if not isinstance(given, str) or not given.strip():
+        raise RecipeError(
+            f"the tokenizer in {folder} has no chat template; set tokenization.chat_template to the one serving uses"
+        )
+    return given
+
+
+def _special_tokens(config: dict[str, Json], folder: Path) -> dict[str, str]:
+    table = {**(_load_json(folder / "special_tokens_map.json") or {}), **config}
+    found = {name: table.get(name) for name in TOKEN_NAMES}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _add_configured_tokens(reference: Tokenizer, config: dict[str, Json], folder: Path) -> None:
+    """Tokens that only tokenizer_config.json lists; engines add them, too."""
+    known = reference.get_added_tokens_decoder()
+    listed = config.get("added_tokens_decoder") or {}
+    for number, entry in sorted(((int(i), entry) for i, entry in listed.items()), key=lambda item: item[0]):
+        if number in known:
+            continue
+        flags = {k: bool(entry.get(k)) for k in ("lstrip", "rstrip", "normalized", "single_word", "special")}
+        reference.add_tokens([AddedToken(entry["content"], **flags)])
+        if reference.token_to_id(entry["content"]) != number:
+            raise RecipeError(
+                f"{folder}: tokenizer_config.json gives {entry['content']!r} the id {number}, the tokenizer gives "
+                f"{reference.token_to_id(entry['content'])}; the two files do not belong together"
+            )
+
+
+def _load_json(path: Path) -> dict[str, Json] | None:
+    text = _read(path)
+    if text is None:
+        return None
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        raise RecipeError(f"{path} is no JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise RecipeError(f"{path} is no JSON object")
+    return table
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,295 @@
+"""One assistant turn -> the text of its row, in the pieces that a mask by construction needs.
+
+The prompt is rendered as serving renders it; the turn is what the full render adds. Where template text ends and
+recorded text begins is learnt from the same render with a sentinel in place of the answer, never searched for in real
+text. Control tokens spelled in a message are held out of the render as private characters and come back as ordinary
+text.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dflash_core.completions.normalize import THINK_CLOSE, THINK_OPEN
+from dflash_core.completions.record import Completion, Json, Message, Refused
+from dflash_core.errors import RecipeError
+from dflash_core.quality.flags import Flag
+from dflash_core.tokenization.template import template_message
+from dflash_core.tokenization.tokenizer import ChatTokenizer
+
+SENTINEL_THOUGHT, SENTINEL_ANSWER, SENTINEL_NEXT = "Qzthoughtq", "Qzanswerq", "Qznextq"
+PRIVATE_BASE = 0xF0000
+"""Supplementary private use: control tokens in content travel as these characters through the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """How the template ends an answer."""
+
+    terminator: str
+    """The control token that ends a turn."""
+    before: str
+    """Template text between the answer and the terminator, usually empty."""
+    after: str
+    """Template text behind it, usually a newline: in the row, never supervised."""
+    written: bool
+    """False: the template leaves the terminator to the next message, so it is appended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the template puts around the recorded text of a turn."""
+
+    lead: str
+    """Between the prompt and the recorded text."""
+    closing: str
+    """Behind the recorded text."""
+    prompted: bool
+    """Whether the generation prompt changes the render; otherwise `lead` holds the assistant's header."""
+    folds: bool
+    """The template drops thoughts, so they are written into the answer as the model wrote them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnText:
+    """One row's text. The row is `head + rest`; `rest` starts with `tail + scaffold`."""
+
+    row_id: str
+    line: int
+    finish_reason: str | None
+    flags: int
+    head: str
+    """Up to and including the last added token of the prompt; encoding may be cut only there."""
+    tail: str
+    """What follows it in the prompt."""
+    scaffold: str
+    """Template text of the turn that nobody recorded: an empty thought, or a header."""
+    scaffold_counts: bool
+    """Whether the scaffold is supervised."""
+    rest: str
+    terminated: bool
+    """The row ends in the terminator (and what follows it)."""
+
+
+class TurnRenderer:
+    """Renders turns with one tokenizer's template.
+
+    Raises:
+        RecipeError: the template cannot render a plain exchange or marks no end of a turn.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *, supervise_empty_thought: bool) -> None:
+        self.tokenizer = tokenizer
+        self._supervise_empty_thought = supervise_empty_thought
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._added = _alternation(tokenizer.added)
+        self._special = _alternation(tokenizer.special)
+        self._private = {token: chr(PRIVATE_BASE + i) for i, token in enumerate(sorted(tokenizer.special))}
+        self._spelled = {private: token for token, private in self._private.items()}
+        self.end = self._turn_end()
+
+    def render(self, completion: Completion, turn: int) -> TurnText:
+        """The text of the row for the assistant message at index `turn`.
+
+        Raises:
+            Refused: the template does not accept it, or the boundary of the turn is not certain.
+        """
+        recorded = completion.messages[: turn + 1]
+        flags, messages, tools = self._protect(recorded, completion.tools)
+        last = turn == len(completion.messages) - 1
+        finish_reason = completion.finish_reason if last else "stop"
+        answer, cut = messages[-1], finish_reason == "length"
+        layout = self._layout(messages, tools)
+        if layout.folds:
+            answer = _fold(answer)
+            messages = (*messages[:-1], answer)
+            layout = self._layout(messages, tools)
+        prompt, boundary, full = self._renders(messages, tools)
+        added = full[boundary:]
+        if not added.startswith(layout.lead) or not added.endswith(layout.closing):
+            raise Refused("boundary unstable", "the template renders this turn in another layout")
+        _check_recorded(answer, added)
+        text = full[: len(full) - len(layout.closing)] if cut else full
+        scaffold = "" if layout.prompted and not _is_empty_thought(layout.lead, answer) else layout.lead
+        edge = self._edge(prompt[:boundary])
+        return TurnText(
+            row_id=completion.turn_id(turn),
+            line=completion.line,
+            finish_reason=finish_reason,
+            flags=flags | _flags(recorded[-1], layout.lead, cut),
+            head=full[:edge],
+            tail=full[edge:boundary],
+            scaffold=scaffold,
+            scaffold_counts=layout.prompted and self._supervise_empty_thought,
+            rest=text[edge:],
+            terminated=not cut,
+        )
+
+    def spell(self, text: str) -> str:
+        """Private characters back to the control tokens they stand for."""
+        return "".join(self._spelled.get(character, character) for character in text)
+
+    def is_protected(self, text: str) -> bool:
+        """Whether the text holds control tokens that are content."""
+        return any(character in text for character in self._spelled)
+
+    def split_structure(self, text: str) -> list[str]:
+        """Cut the text at every control token that is structure; odd pieces are those tokens."""
+        return self._special.split(text) if self._special else [text]
+
+    def _renders(self, messages: Sequence[Message], tools: Sequence[Json]) -> tuple[str, int, str]:
+        """(prompt, boundary in characters, full render)."""
+        given = [template_message(message) for message in messages]
+        template = self.tokenizer.template
+        prompt = template.render(given[:-1], tools, add_generation_prompt=True)
+        full = template.render(given, tools, add_generation_prompt=False)
+        if full.startswith(prompt):
+            return prompt, len(prompt), full
+        # A scaffold that is pre-filled in the prompt and rendered otherwise in the turn. Everything before the
+        # generation prompt has to be equal, or the model never saw this history.
+        history = template.render(given[:-1], tools, add_generation_prompt=False)
+        boundary = _common_prefix(prompt, full)
+        if boundary < len(history) or not prompt.startswith(history):
+            raise Refused("boundary unstable", "the template renders the history otherwise once the answer is there")
+        return prompt, boundary, full
+
+    def _layout(self, messages: Sequence[Message], tools: Sequence[Json]) -> Layout:
+        answer = messages[-1]
+        ends_in_thought = not answer.content.strip() and not answer.tool_calls
+        key = (
+            tuple((m.role, m.reasoning is None, not m.tool_calls) for m in messages),
+            not tools,
+            ends_in_thought,
+        )
+        if key not in self._layouts:
+            self._layouts[key] = self._learn_layout(messages, tools, ends_in_thought)
+        return self._layouts[key]
+
+    def _learn_layout(self, messages: Sequence[Message], tools: Sequence[Json], ends_in_thought: bool) -> Layout:
+        answer = messages[-1]
+        thought = None if answer.reasoning is None else SENTINEL_THOUGHT
+        probe = Message("assistant", "" if ends_in_thought else SENTINEL_ANSWER, thought)
+        prompt, boundary, full = self._renders([*messages[:-1], probe], tools)
+        added = full[boundary:]
+        prompted = prompt != self._history(messages, tools)
+        if thought is not None and SENTINEL_THOUGHT not in added:
+            return Layout("", "", prompted, folds=True)
+        first = added.find(SENTINEL_THOUGHT if thought else SENTINEL_ANSWER)
+        last = SENTINEL_THOUGHT if ends_in_thought else SENTINEL_ANSWER
+        if first < 0 or last not in added:
+            raise Refused("boundary unstable", "the template does not print the answer")
+        return Layout(added[:first], added[added.rindex(last) + len(last) :], prompted, folds=False)
+
+    def _history(self, messages: Sequence[Message], tools: Sequence[Json]) -> str:
+        given = [template_message(message) for message in messages[:-1]]
+        return self.tokenizer.template.render(given, tools, add_generation_prompt=False)
+
+    def _edge(self, prompt: str) -> int:
+        """Where the prompt's last added token ends; 0 if it has none."""
+        edge = 0
+        for match in self._added.finditer(prompt) if self._added else ():
+            edge = match.end()
+        return edge
+
+    def _protect(
+        self, messages: tuple[Message, ...], tools: tuple[Json, ...]
+    ) -> tuple[int, tuple[Message, ...], tuple[Json, ...]]:
+        """Hold control tokens out of all recorded text; flag every added token in it."""
+        spelled = self._added is not None and any(_mentions(self._added, m) for m in messages)
+        flags = int(Flag.CONTROL_TOKENS_IN_CONTENT) if spelled else 0
+        if self._special is None or not (spelled or any(_mentions(self._special, tool) for tool in tools)):
+            return flags, messages, tools
+        if any(self.is_protected(text) for m in messages for text in (m.content, m.reasoning or "")):
+            raise Refused("private characters", "control tokens and U+F0000.. in one conversation")
+        protected = tuple(Message(*(_hold_out(part, self._special, self._private) for part in m)) for m in messages)
+        return flags, protected, tuple(_hold_out(tool, self._special, self._private) for tool in tools)
+
+    def _turn_end(self) -> TurnEnd:
+        exchange = [Message("user", SENTINEL_NEXT), Message("assistant", SENTINEL_ANSWER)]
+        where = f"the chat template of {self.tokenizer.path}"
+        try:
+            _, boundary, full = self._renders(exchange, ())
+            longer = self._renders([*exchange, Message("user", SENTINEL_NEXT), exchange[1]], ())[2]
+        except Refused as refused:
+            raise RecipeError(f"{where} cannot render a plain exchange ({refused}); use the one serving uses") from None
+        if SENTINEL_ANSWER not in full[boundary:]:
+            raise RecipeError(f"{where} does not print the assistant's answer; use the one serving uses")
+        closing = full[full.rindex(SENTINEL_ANSWER) + len(SENTINEL_ANSWER) :]
+        found = self._added.search(closing) if self._added else None
+        if found:
+            return TurnEnd(found.group(), closing[: found.start()], closing[found.end() :], written=True)
+        start = longer.index(SENTINEL_ANSWER) + len(SENTINEL_ANSWER)
+        following = longer[start : longer.index(SENTINEL_NEXT, start)]
+        found = self._added.match(following.lstrip()) if self._added else None
+        terminator = found.group() if found else self.tokenizer.eos
+        if terminator is None or terminator not in self.tokenizer.added:
+            raise RecipeError(f"{where} marks no end of an answer and the tokenizer has no eos_token; set one of them")
+        return TurnEnd(terminator, closing, "", written=False)
+
+
+def _alternation(tokens: "Mapping[str, int] | frozenset[str]") -> re.Pattern[str] | None:
+    ordered = sorted((t for t in tokens if t.strip()), key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
+
+
+def _mentions(pattern: re.Pattern[str], value: Json) -> bool:
+    """Whether any text in the value holds a token."""
+    if isinstance(value, str):
+        return pattern.search(value) is not None
+    if isinstance(value, dict):
+        return any(_mentions(pattern, part) for item in value.items() for part in item)
+    return isinstance(value, (list, tuple)) and any(_mentions(pattern, part) for part in value)
+
+
+def _hold_out(value: Json, pattern: re.Pattern[str], private: Mapping[str, str]) -> Json:
+    if isinstance(value, str):
+        return pattern.sub(lambda match: private[match.group()], value)
+    if isinstance(value, dict):
+        return {_hold_out(k, pattern, private): _hold_out(v, pattern, private) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_hold_out(part, pattern, private) for part in value)
+    return value
+
+
+def _fold(answer: Message) -> Message:
+    """The thought written into the content, as a model without a reasoning parser returns it."""
+    closed = f"{THINK_OPEN}\n{answer.reasoning}\n{THINK_CLOSE}\n\n{answer.content}"
+    content = closed if answer.content.strip() or answer.tool_calls else f"{THINK_OPEN}\n{answer.reasoning}"
+    return answer._replace(content=content, reasoning=None)
+
+
+def _check_recorded(answer: Message, added: str) -> None:
+    """Templates may trim what was recorded; one that alters or drops it would train on something never said."""
+    if answer.content.strip() not in added or (answer.reasoning or "").strip() not in added:
+        raise Refused("the template alters the answer", "its text is not in the rendered turn")
+    for call in answer.tool_calls:
+        if call["function"]["name"] not in added:
+            raise Refused("the template drops tool calls", str(call["function"]["name"]))
+
+
+def _is_empty_thought(lead: str, answer: Message) -> bool:
+    return answer.reasoning is None and THINK_CLOSE in lead
+
+
+def _flags(answer: Message, lead: str, cut: bool) -> int:
+    flags = Flag(0)
+    if cut:
+        flags |= Flag.TRUNCATED_BY_LENGTH | Flag.NO_TERMINATOR
+    if answer.reasoning is not None:
+        flags |= Flag.THOUGHT
+    elif THINK_CLOSE in lead:
+        flags |= Flag.EMPTY_THOUGHT
+    if answer.tool_calls:
+        flags |= Flag.TOOL_CALLS
+    if not answer.content.strip():
+        flags |= Flag.EMPTY_ANSWER
+        if cut and not answer.tool_calls:
+            flags |= Flag.TRUNCATED_IN_THOUGHT
+    return int(flags)
+
+
+def _common_prefix(a: str, b: str) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
