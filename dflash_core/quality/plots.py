@@ -149,7 +149,7 @@ def _label_spike(axes: Axes, spike: Spike, reach: float) -> None:
     place = f"{spike.low}" if spike.low == spike.high else f"{spike.low} to {spike.high}"
     text = f"{100 * spike.share:.1f} % of all rows\nhave {place} tokens"
     if spike.example is not None:
-        text += f"\ne.g. row {_short(spike.example.row_id, 20)}\n(line {spike.example.line})"
+        text += f"\ne.g. {_short(spike.example.partition, 24)}\nline {spike.example.line}"
     top = axes.get_ylim()[1]
     to_the_right = spike.high < 0.6 * reach
     axes.annotate(
@@ -160,6 +160,7 @@ def _label_spike(axes: Axes, spike: Spike, reach: float) -> None:
         va="center",
         fontsize=8,
         color=RED,
+        bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1.5},
         arrowprops={"arrowstyle": "->", "color": RED, "linewidth": 1},
     )
 
