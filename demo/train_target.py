@@ -76,7 +76,7 @@ class Settings:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 64
-    problems: int = 30_000
+    problems: int = 40_000
     batch_size: int = 16
     learning_rate: float = 3e-3
     warmup: float = 0.05
@@ -100,7 +100,7 @@ class Quality:
 def train_tokenizer(problems: Sequence[WordProblem], vocab_size: int) -> Any:
     """Train a byte-level BPE on the problems' text; the special and thought tokens are the last rows of the vocabulary.
 
-    Numbers are cut in pieces of at most two digits, so every number of the demo can be one token.
+    Numbers are cut in pieces of at most two digits, and the text is salted with all of them: each is one token.
     """
     added = len(SPECIAL_TOKENS) + len(THOUGHT_TOKENS)
     tokenizer = Tokenizer(models.BPE())
@@ -113,7 +113,8 @@ def train_tokenizer(problems: Sequence[WordProblem], vocab_size: int) -> Any:
         vocab_size=vocab_size - added, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     texts = ("\n".join((p.question, p.reasoning, p.answer, "user\nassistant\nsystem\n")) for p in problems)
-    tokenizer.train_from_iterator(texts, trainer)
+    numbers = " ".join(["", *(str(n) for n in range(100))])
+    tokenizer.train_from_iterator([*texts, *[numbers] * (len(problems) // 10)], trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens(list(THOUGHT_TOKENS))
     fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped

@@ -39,6 +39,8 @@ class Storage(Section):
     prefix: str = ""
     endpoint_url: str | None = None
     region: str | None = None
+    embedded_store: Path | None = None
+    """Use the embedded object store with its data in this folder, started where it does not run yet."""
     work_dir: Path = Path(".dflash/work")
     """Local scratch: memory-mapped shards and training checkpoints on their way to S3."""
     downloads: Positive = 32
@@ -176,10 +178,14 @@ class Training(Section):
     held_out_share: Share = 0.02
     """Rows kept away from training, chosen by (seed, row id); evaluation draws its prompts from them."""
     validate_every_steps: Positive = 200
+    validation_rows: Positive = 256
+    """At most this many held-out rows are validated on."""
     checkpoint_every_steps: Positive = 200
     keep_checkpoints: Positive = 2
     skips_before_stop: Positive = 10
     """Consecutive steps with a non-finite loss or gradient that end the run."""
+    max_bad_row_share: Share = 0.01
+    """Rows left out because the target gave non-finite features; more of them end the run."""
     gradient_checkpointing: bool = False
     autocast: bool = True
     """bfloat16 autocast on CUDA; masters and moments are fp32 always."""

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 from botocore.exceptions import BotoCoreError, ClientError
 
 from dflash_core.errors import StorageError
-from dflash_core.recipe import Storage
+from dflash_core.recipe import Recipe, Storage
 from dflash_core.records import Record
 from dflash_core.storage.store import make_client
 
@@ -98,6 +98,18 @@ def embedded_store(folder: Path) -> Iterator[Endpoint]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+@contextmanager
+def store_of(recipe: Recipe) -> Iterator[None]:
+    """The embedded store with the recipe's buckets, if the recipe asks for it; else whatever the AWS variables name."""
+    if recipe.storage.embedded_store is None:
+        yield
+        return
+    with embedded_store(recipe.storage.embedded_store):
+        for bucket in sorted({recipe.source.bucket, recipe.storage.bucket}):
+            ensure_bucket(bucket)
+        yield
 
 
 def ensure_bucket(bucket: str) -> None:

@@ -1,0 +1,60 @@
+# Everything here needs Python 3.11+ and make only; the first target that runs makes .venv from requirements.lock.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UI ?=
+MATERIAL ?= ../shared
+WORKERS ?= 2
+
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help install demo dev test test-services browser target fmt check lint types clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(READY)  ## make .venv with the locked packages
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY)  ## the whole story on eight files, then the UI (UI=0: without)
+	$(BIN)/python -m demo.story $(if $(filter 0,$(UI)),--no-ui,)
+
+dev: $(READY)  ## the Dagster UI on 127.0.0.1 with the embedded store (DFLASH_RECIPE names the recipe)
+	$(BIN)/dflash dev
+
+test: $(READY)  ## the fast tests, at most 12 minutes on two cores
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services" --material $(MATERIAL)
+
+test-services: $(READY) browser  ## the running UI in a real browser, the demo from start to end
+	$(BIN)/python -m pytest -m services --material $(MATERIAL)
+
+browser:  ## Chromium for the browser tests (Debian's)
+	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; }
+
+target: $(READY)  ## train the demo's target model anew
+	$(BIN)/python -m demo.train_target --out demo/target
+
+fmt: $(READY)  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+check: lint types  ## lint and types
+
+clean:  ## remove what the demo and the UI left in .dflash
+	rm -rf .dflash

@@ -1,0 +1,51 @@
+"""The demo's completions: eight files that the demo target answered itself, one of them bad, one with a broken line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from demo.word_problems import word_problems
+
+FILES = 8
+ROWS = 250
+BAD_FILE = "part-03"
+BAD_SHARE = 0.87
+BROKEN_LINE_FILE = "part-05"
+SEED = 7
+TEMPERATURE = 0.7
+MAX_NEW_TOKENS = 256
+
+
+def completion_files(target: Path, folder: Path, on_progress: Callable[[int, int], None]) -> dict[str, Path]:
+    """Sample every file's completions from the target into `folder`, once; name -> path.
+
+    One line of `part-05` is cut in the middle, as a killed writer leaves it.
+    """
+    names = [f"part-{index:02d}" for index in range(FILES)]
+    paths = {name: folder / f"{name}.jsonl" for name in names}
+    if all(path.exists() for path in paths.values()):
+        on_progress(FILES * ROWS, FILES * ROWS)
+        return paths
+    from demo.sample import sample_completions  # torch is paid for only when something has to be sampled
+
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = [(problem.id, problem.question) for problem in word_problems(FILES * ROWS, SEED, "train")]
+    rows = sample_completions(target, questions, TEMPERATURE, MAX_NEW_TOKENS, SEED, on_progress=on_progress)
+    for index, name in enumerate(names):
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows[index * ROWS : (index + 1) * ROWS]]
+        if name == BROKEN_LINE_FILE:
+            lines[ROWS // 2] = lines[ROWS // 2][: len(lines[ROWS // 2]) // 2]
+        aside = paths[name].with_suffix(".part")
+        aside.write_text("\n".join(lines) + "\n", encoding="utf8")
+        aside.rename(paths[name])
+    return paths
+
+
+def spoil(good: bytes) -> bytes:
+    """The same file as a server with the wrong template would have written it: 87 % empty thoughts and "OK."."""
+    rows: list[dict[str, Any]] = [json.loads(line) for line in good.splitlines()]
+    bad = round(len(rows) * BAD_SHARE)
+    for row in rows[:bad]:
+        row["messages"][-1] = {"role": "assistant", "reasoning_content": "", "content": "OK."}
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()

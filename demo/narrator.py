@@ -1,0 +1,36 @@
+"""One numbered line a step, with a progress bar while it runs."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Move = Callable[[int, int], None]
+"""Moves the bar to (done, total)."""
+
+
+@dataclass
+class Narrator:
+    """Tells `steps` steps on a console."""
+
+    console: Console
+    steps: int
+    step: int = 0
+
+    def tell(self, what: str, work: Callable[[Move], str]) -> None:
+        """Run a step; `work` moves the bar with (done, total) and returns what came of it."""
+        self.step += 1
+        began = time.monotonic()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as progress:
+            task = progress.add_task(what, total=None)
+            outcome = work(lambda done, total: _move(progress, task, done, total))
+        number = f"[{self.step:>2}/{self.steps}]"
+        seconds = f"{time.monotonic() - began:5.1f} s"
+        self.console.print(f"{number} {what:<10} {seconds}  {outcome}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _move(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)

@@ -1,0 +1,281 @@
+"""`make demo`: the whole story on eight files, through a real Dagster, ending in .dflash/demo/report.json.
+
+sample -> upload -> partitions -> backfill -> gate fails -> repair one file -> rerun one partition -> gate passes ->
+train -> evaluate -> export. A second run redoes nothing that is still valid: what the gate said the first time is read
+from the training set that was frozen then.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from demo.files import BAD_FILE, completion_files, spoil
+from demo.narrator import Move, Narrator
+from demo.report import DemoReport
+from dflash_assets.dev import dagster_ui, local_instance
+from dflash_assets.graphql import Dagster, RunEnd
+from dflash_assets.partitions import sync_partitions
+from dflash_core.errors import UserError
+from dflash_core.quality.training_set import load_training_set
+from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.records import DrafterCheckpoint, DrafterEval, Record, RunPointer, TrainingSet
+from dflash_core.storage.embedded import store_of
+from dflash_core.storage.store import Stores, open_stores
+
+RECIPE = Path("recipes/demo.toml")
+FOLDER = Path(".dflash/demo")
+FILE_ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
+STEP_TIMEOUT_S = 600.0
+
+
+class FirstGate(Record):
+    """The training set that the gate refused, remembered for the next run."""
+
+    training_set: str
+    spoiled_sha256: str
+
+
+@dataclass
+class Story:
+    """The steps, in order, and what later ones need of earlier ones."""
+
+    recipe: Recipe
+    stores: Stores
+    ui: Dagster
+    files: dict[str, Path] = field(default_factory=dict)
+    partitions: list[str] = field(default_factory=list)
+    gates: list[TrainingSet] = field(default_factory=list)
+
+    @property
+    def first_gate(self) -> FirstGate | None:
+        """The refusal of an earlier run of this demo, if its training set is still in the store."""
+        path = FOLDER / "first_gate.json"
+        if not path.exists():
+            return None
+        gate = FirstGate.model_validate_json(path.read_bytes())
+        still_there = self.stores.derived.find_record(f"training_set/{gate.training_set}.json", TrainingSet)
+        return gate if still_there is not None and gate.spoiled_sha256 == self._spoiled_sha256() else None
+
+    def sample(self, move: Move) -> str:
+        """Completions of the target's own."""
+        self.files = completion_files(self.recipe.target.path, FOLDER / "completions", move)
+        return f"{len(self.files)} files of completions, sampled from {self.recipe.target.path}"
+
+    def upload(self, move: Move) -> str:
+        """Every file into the store, the bad one spoiled, unless an earlier run has repaired it."""
+        repaired = self.first_gate is not None
+        sent = 0
+        for done, (name, path) in enumerate(self.files.items(), 1):
+            body = path.read_bytes()
+            sent += self._put(name, spoil(body) if name == BAD_FILE and not repaired else body)
+            move(done, len(self.files))
+        return f"{sent} of {len(self.files)} files to {self.stores.source.uri('')}, the others are there already"
+
+    def sync(self, move: Move) -> str:
+        """Every file a partition."""
+        synced = sync_partitions(local_instance(), self.recipe)
+        self.partitions = [source.partition for source in synced.sources]
+        return f"{len(self.partitions)} partitions, {len(synced.added)} of them new"
+
+    def backfill(self, move: Move) -> str:
+        """All partitions through Dagster's backfill daemon."""
+        backfill = self.ui.backfill(FILE_ASSETS, self.partitions)
+        runs = self.ui.wait_for_backfill(backfill, STEP_TIMEOUT_S, lambda: self._count(move))
+        _all_succeeded(runs)
+        return f"{len(self.partitions)} partitions of {', '.join(FILE_ASSETS)} in {len(runs)} run(s), {backfill}"
+
+    def refuse(self, move: Move) -> str:
+        """The gate fails and names the bad file; in a later run: what it said then."""
+        earlier = self.first_gate
+        if earlier is not None:
+            frozen = load_training_set(self.recipe, earlier.training_set)
+        else:
+            frozen = self._freeze()
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            gate = FirstGate(training_set=frozen.hash, spoiled_sha256=self._spoiled_sha256())
+            (FOLDER / "first_gate.json").write_text(gate.model_dump_json())
+        self.gates.append(frozen)
+        named = [reason for reason in frozen.verdict.reasons if BAD_FILE in reason and "spike" in reason]
+        if frozen.verdict.passed or not named:
+            raise UserError(f"the gate should refuse {BAD_FILE} for its spike, but said: {frozen.verdict}")
+        return f"{'FAILS' if earlier is None else 'failed in an earlier run'}: {named[0]}"
+
+    def repair(self, move: Move) -> str:
+        """Good completions in place of the bad file."""
+        sent = self._put(BAD_FILE, self.files[BAD_FILE].read_bytes())
+        return f"{BAD_FILE} {'replaced by' if sent else 'already has'} good completions"
+
+    def rerun(self, move: Move) -> str:
+        """Only the repaired partition, as one run."""
+        run = self.ui.materialize(FILE_ASSETS, partition=BAD_FILE)
+        _all_succeeded([self.ui.wait_for_run(run, STEP_TIMEOUT_S)])
+        return f"partition {BAD_FILE} alone, run {run[:8]}"
+
+    def accept(self, move: Move) -> str:
+        """The gate passes."""
+        frozen = self._freeze()
+        self.gates.append(frozen)
+        if not frozen.verdict.passed:
+            raise UserError(f"the gate should pass now, but: {'; '.join(frozen.verdict.reasons)}")
+        rows = f"{frozen.rows_kept:,} rows of {len(frozen.shards)} files"
+        return f"passes: {rows}, {frozen.supervised_tokens:,} supervised tokens"
+
+    def train(self, move: Move) -> str:
+        """The drafter, online, behind the gpu pool."""
+        steps = _StepWatch(self.recipe, move)
+        run = self.ui.materialize(["drafter_checkpoint"])
+        _all_succeeded([self.ui.wait_for_run(run, STEP_TIMEOUT_S, lambda status: steps.look())])
+        checkpoint = self.checkpoint()
+        return f"{checkpoint.steps} steps in {checkpoint.train_s:.0f} s, run {checkpoint.run}"
+
+    def evaluate(self, move: Move) -> str:
+        """Draft and verify on held-out prompts."""
+        _all_succeeded([self.ui.wait_for_run(self.ui.materialize(["drafter_eval"]), STEP_TIMEOUT_S)])
+        report = self.evaluation()
+        return (
+            f"acceptance length {report.acceptance_length:.2f} on {report.prompts} held-out prompts "
+            f"(3-gram {report.acceptance_length_ngram:.2f}, no features {report.acceptance_length_no_features:.2f}), "
+            f"{'lossless' if report.lossless else 'NOT LOSSLESS'}"
+        )
+
+    def export(self, move: Move) -> str:
+        """The folder that serving engines load."""
+        _all_succeeded([self.ui.wait_for_run(self.ui.materialize(["drafter_export"]), STEP_TIMEOUT_S)])
+        return f"config.json and model.safetensors in {self.recipe.export.local_dir} and S3"
+
+    def checkpoint(self) -> DrafterCheckpoint:
+        """Of the latest training run."""
+        return self.stores.derived.get_record(f"drafter_checkpoint/{self._run()}/manifest.json", DrafterCheckpoint)
+
+    def evaluation(self) -> DrafterEval:
+        """Of the latest training run."""
+        return self.stores.derived.get_record(f"drafter_eval/{self._run()}/report.json", DrafterEval)
+
+    def report(self, wall_s: float) -> DemoReport:
+        """Everything that was promised, in numbers."""
+        counts = [self.ui.partitions(asset) for asset in FILE_ASSETS]
+        checkpoint, evaluation, (first, second) = self.checkpoint(), self.evaluation(), self.gates
+        return DemoReport(
+            acceptance_length=evaluation.acceptance_length,
+            acceptance_length_3gram=evaluation.acceptance_length_ngram,
+            acceptance_length_no_features=evaluation.acceptance_length_no_features,
+            lossless=evaluation.lossless,
+            prompts=evaluation.prompts,
+            wall_s=round(wall_s, 1),
+            train_s=round(checkpoint.train_s, 1),
+            rows_in=second.rows_read,
+            rows_kept=second.rows_kept,
+            rows_rejected=second.rows_rejected,
+            partitions_ok=min(materialized for _, materialized, _ in counts),
+            partitions_failed=max(failed for _, _, failed in counts),
+            gate_first="pass" if first.verdict.passed else "fail",
+            gate_second="pass" if second.verdict.passed else "fail",
+            ui_url=self.ui.url,
+        )
+
+    def _run(self) -> str:
+        return self.stores.derived.get_record("drafter_checkpoint/latest.json", RunPointer).run
+
+    def _freeze(self) -> TrainingSet:
+        _all_succeeded([self.ui.wait_for_run(self.ui.materialize(["training_set"]), STEP_TIMEOUT_S)])
+        return load_training_set(self.recipe, None)
+
+    def _put(self, name: str, body: bytes) -> int:
+        """1 if the object had to be written."""
+        etag = hashlib.md5(body, usedforsecurity=False).hexdigest()
+        if (f"{name}.jsonl", len(body), etag) in set(self.stores.source.list(name)):
+            return 0
+        self.stores.source.put(f"{name}.jsonl", body, "application/jsonl")
+        return 1
+
+    def _spoiled_sha256(self) -> str:
+        return hashlib.sha256(spoil(self.files[BAD_FILE].read_bytes())).hexdigest()
+
+    def _count(self, move: Move) -> None:
+        every, materialized, failed = self.ui.partitions(FILE_ASSETS[-1])
+        move(materialized + failed, every)
+
+
+@dataclass
+class _StepWatch:
+    """Moves the bar by the metrics that the trainer writes locally."""
+
+    recipe: Recipe
+    move: Move
+    started: float = field(default_factory=time.time)
+
+    def look(self) -> None:
+        """Read the last line of the newest metrics file of this training."""
+        runs = self.recipe.storage.work_dir / "drafter_checkpoint"
+        files = [f for f in runs.glob("*/metrics.jsonl") if f.stat().st_mtime >= self.started]
+        lines = [line for file in files for line in file.read_text().splitlines()[-1:]]
+        for line in lines:
+            step: dict[str, Any] = json.loads(line)
+            self.move(step["step"], step["steps"])
+
+
+def _all_succeeded(runs: list[RunEnd]) -> None:
+    for run in runs:
+        if not run.succeeded:
+            raise UserError(f"run {run.run} failed: {run.reason}")
+
+
+def tell(keep_ui: bool) -> int:
+    """Tell the story; 0 only if all of it held."""
+    console = Console()
+    began = time.monotonic()
+    recipe = load_recipe(RECIPE)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with store_of(recipe), dagster_ui(RECIPE, 3000, FOLDER / "dagster.log") as ui:
+        story = Story(recipe, open_stores(recipe), ui)
+        steps = [story.sample, story.upload, story.sync, story.backfill, story.refuse, story.repair, story.rerun]
+        steps += [story.accept, story.train, story.evaluate, story.export]
+        names = ["sample", "upload", "partitions", "backfill", "gate", "repair", "rerun"]
+        names += ["gate", "train", "evaluate", "export"]
+        narrator = Narrator(console, len(steps))
+        ui.wait_until_loaded()
+        for name, step in zip(names, steps, strict=True):
+            narrator.tell(name, step)
+        report = story.report(time.monotonic() - began)
+        (FOLDER / "report.json").write_text(report.model_dump_json(indent=1) + "\n")
+        broken = report.broken_promises()
+        for sentence in broken:
+            console.print(f"not as promised: {sentence}", style="red", markup=False)
+        console.print(f"{report.wall_s:.0f} s in all; numbers in {FOLDER / 'report.json'}; UI: {ui.url}")
+        if keep_ui:
+            console.print("the UI stays up until Ctrl-C")
+            _until_interrupted()
+    return 1 if broken else 0
+
+
+def _until_interrupted() -> None:
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return
+
+
+def main() -> int:
+    """Entry point of `make demo`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-ui", action="store_true", help="exit when the story is told, also at a terminal")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return tell(keep_ui=sys.stdin.isatty() and not arguments.no_ui)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""raw_completions, tokenized_shards, loss_mask_stats: what becomes of one source file, in one pass over it.
+
+The three come from one op, so that a file is downloaded once and one bad file fails alone: every good partition is
+reported the moment it is done, the bad ones are named in the failure at the end, and "Failed and missing" in the UI
+reruns exactly those. (As separate assets with one backfill policy they would share runs, and one bad key would turn
+every downstream key red.)
+"""
+
+from collections.abc import Iterator
+
+import dagster as dg
+
+from dflash_assets.metadata import file_uri, picture
+from dflash_assets.partitions import completion_files, sources_of
+from dflash_assets.resources import RecipeResource
+from dflash_core import CODE_VERSION
+from dflash_core.errors import UserError
+from dflash_core.quality.histogram import at_most, quantiles
+from dflash_core.quality.plots import file_plot
+from dflash_core.recipe import Recipe
+from dflash_core.records import ShardManifest
+from dflash_core.storage.store import Store, open_stores
+from dflash_core.tokenization.files import FileDone
+from dflash_core.tokenization.pipeline import process_files
+
+FILES_PER_RUN = 50
+OWNERS = ["team:data"]
+
+raw_completions = dg.AssetSpec(
+    "raw_completions",
+    description="A file of completions as the target model wrote it: read whole, hashed, every line kept or rejected.",
+    group_name="data",
+    kinds={"s3"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    skippable=True,
+)
+tokenized_shards = dg.AssetSpec(
+    "tokenized_shards",
+    deps=["raw_completions"],
+    description="Token ids and loss spans of every row, rendered as serving renders them; an Arrow file.",
+    group_name="data",
+    kinds={"arrow", "s3"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    skippable=True,
+)
+loss_mask_stats = dg.AssetSpec(
+    "loss_mask_stats",
+    deps=["tokenized_shards"],
+    description="What the loss will see: supervised tokens a row, lengths, finish reasons, duplicates, the spike.",
+    group_name="data",
+    kinds={"s3", "polars"},
+    owners=OWNERS,
+    code_version=CODE_VERSION,
+    skippable=True,
+)
+
+rows_conserved = dg.AssetCheckSpec(
+    "rows_conserved", asset="tokenized_shards", description="Rows read = rows kept + rows rejected, file by file."
+)
+
+
+@dg.multi_asset(
+    name="completion_files",
+    specs=[raw_completions, tokenized_shards, loss_mask_stats],
+    check_specs=[rows_conserved],
+    partitions_def=completion_files,
+    backfill_policy=dg.BackfillPolicy.multi_run(FILES_PER_RUN),
+    can_subset=True,
+    pool="cpu",
+)
+def completion_file_assets(
+    context: dg.AssetExecutionContext, recipe: RecipeResource
+) -> Iterator[dg.AssetMaterialization | dg.AssetCheckResult]:
+    """Tokenize the files of this run's partitions, all cores, and report each as soon as it is done."""
+    settings = recipe.load()
+    try:
+        sources, gone = sources_of(settings, context.partition_keys)
+        derived = open_stores(settings).derived
+    except UserError as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
+    failed = dict.fromkeys(gone, "the source file is gone")
+    manifests: list[ShardManifest] = []
+    for outcome in process_files(settings, sources):
+        if isinstance(outcome, FileDone):
+            manifests.append(outcome.manifest)
+            yield from _materializations(context, settings, derived, outcome)
+        else:
+            failed[outcome.source.partition] = outcome.reason
+            context.log.error(f"{outcome.source.uri}: {outcome.reason}")
+    if rows_conserved.key in context.selected_asset_check_keys:
+        yield _conservation(manifests)
+    if failed:
+        raise dg.Failure(
+            f"{len(failed)} of {len(context.partition_keys)} files failed: "
+            + "; ".join(f"{partition}: {reason}" for partition, reason in sorted(failed.items())),
+            metadata={"failed files": _failure_table(failed)},
+            allow_retries=False,
+        )
+
+
+def _materializations(
+    context: dg.AssetExecutionContext, recipe: Recipe, derived: Store, done: FileDone
+) -> Iterator[dg.AssetMaterialization]:
+    manifest, statistics = done.manifest, done.statistics
+    near_empty = at_most(statistics.supervised, recipe.gate.near_empty_tokens)
+    versions: dict[dg.AssetKey, tuple[str, dict[str, dg.MetadataValue | str | int | float | bool]]] = {
+        raw_completions.key: (
+            manifest.source_sha256,
+            {
+                **file_uri(done.source.uri),
+                "etag": done.source.etag,
+                "sha256": manifest.source_sha256,
+                "bytes": done.source.size,
+                "dagster/row_count": manifest.rows_read,
+            },
+        ),
+        tokenized_shards.key: (
+            manifest.shard.sha256,
+            {
+                **file_uri(derived.uri(manifest.shard.key)),
+                "sha256": manifest.shard.sha256,
+                "fingerprint": manifest.fingerprint,
+                "rejects": derived.uri(manifest.rejects.key),
+                "reject reasons": dg.MetadataValue.json(manifest.reject_reasons),
+                "dagster/row_count": manifest.rows_kept,
+                "rows read": manifest.rows_read,
+                "rows rejected": manifest.rows_rejected,
+                "tokens": manifest.tokens,
+                "supervised tokens": manifest.supervised_tokens,
+            },
+        ),
+        loss_mask_stats.key: (
+            manifest.statistics.sha256,
+            {
+                **file_uri(derived.uri(manifest.statistics.key)),
+                "sha256": manifest.statistics.sha256,
+                "rows rendered": statistics.rows_rendered,
+                "median supervised tokens": quantiles(statistics.supervised).get("p50", 0),
+                "near-empty share": near_empty / max(1, statistics.rows_rendered),
+                "picture": picture(file_plot(statistics)),
+            },
+        ),
+    }
+    for key, (version, metadata) in versions.items():
+        if key in context.selected_asset_keys:
+            yield dg.AssetMaterialization(
+                asset_key=key,
+                partition=done.source.partition,
+                metadata={**metadata, "skipped, still valid": done.skipped, "seconds": round(done.seconds, 3)},
+                tags={"dagster/data_version": version, "dagster/code_version": CODE_VERSION},
+            )
+
+
+def _conservation(manifests: list[ShardManifest]) -> dg.AssetCheckResult:
+    wrong = [m.source.partition for m in manifests if m.rows_read != m.rows_kept + m.rows_rejected]
+    return dg.AssetCheckResult(
+        asset_key=tokenized_shards.key,
+        check_name=rows_conserved.name,
+        passed=not wrong,
+        metadata={
+            "files": len(manifests),
+            "rows read": sum(m.rows_read for m in manifests),
+            "rows kept": sum(m.rows_kept for m in manifests),
+            "rows rejected": sum(m.rows_rejected for m in manifests),
+            "files that lost rows": dg.MetadataValue.json(wrong),
+        },
+    )
+
+
+def _failure_table(failed: dict[str, str]) -> dg.TableMetadataValue:
+    return dg.MetadataValue.table(
+        [dg.TableRecord({"partition": partition, "reason": reason}) for partition, reason in sorted(failed.items())]
+    )

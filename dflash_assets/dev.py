@@ -1,0 +1,118 @@
+"""The Dagster UI and daemon on this machine, with the recipe's embedded store: what `make dev` and the demo run on."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import dagster as dg
+
+from dflash_assets.graphql import Dagster
+from dflash_assets.partitions import sync_partitions
+from dflash_core.errors import StorageError, UserError
+from dflash_core.recipe import load_recipe
+from dflash_core.storage.embedded import store_of
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+
+
+def serve(recipe: Path, port: int) -> None:
+    """Run until interrupted; every source file is a partition from the start.
+
+    Raises:
+        UserError: the recipe, its store or Dagster do not come up.
+    """
+    settings = load_recipe(recipe)
+    with store_of(settings):
+        try:
+            sync_partitions(local_instance(), settings)
+        except StorageError as error:
+            print(f"no partitions yet: {error}", file=sys.stderr)
+        _serve(recipe, port)
+
+
+def local_instance() -> dg.DagsterInstance:
+    """The instance of the dagster.yaml in this folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not Path("dagster.yaml").exists():
+        raise UserError(f"no dagster.yaml in {Path.cwd()}; run this in the folder of the project")
+    return dg.DagsterInstance.from_config(str(Path.cwd()))
+
+
+def _serve(recipe: Path, port: int) -> None:
+    with dagster_ui(recipe, port, log=None) as ui:
+        ui.wait_until_loaded()
+        print(f"\n  Dagster UI: {ui.url}\n  Ctrl-C stops it; its state stays in .dflash/\n", flush=True)
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            print("stopping", flush=True)
+
+
+@contextmanager
+def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
+    """Webserver and daemon in a process group of their own, on 127.0.0.1; output to `log` (None: this terminal).
+
+    Raises:
+        UserError: it ends before it answers, or does not answer in time; the sentence holds its last words.
+    """
+    # A shell that started us in the background made us ignore SIGINT; Dagster would inherit that and never stop.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    ui = Dagster(f"http://127.0.0.1:{_free(port)}")
+    output = None if log is None else log.open("wb")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dagster", "dev", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]],
+        env={**os.environ, "DAGSTER_HOME": str(Path.cwd()), "DFLASH_RECIPE": str(recipe.resolve())},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    try:
+        _wait(ui, process, log)
+        yield ui
+    finally:
+        _stop(process)
+        if output is not None:
+            output.close()
+
+
+def _wait(ui: Dagster, process: "subprocess.Popen[bytes]", log: Path | None) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not ui.answers():
+        if process.poll() is not None or time.monotonic() > deadline:
+            words = "" if log is None else ": " + " | ".join(log.read_text(errors="replace").splitlines()[-3:])
+            raise UserError(f"the Dagster UI did not come up at {ui.url}{words}")
+        time.sleep(0.2)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free(port: int) -> int:
+    """This port, or any other where it is taken."""
+    for wanted in (port, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", wanted))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise UserError("no free port on 127.0.0.1")

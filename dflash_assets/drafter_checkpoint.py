@@ -1,0 +1,107 @@
+"""drafter_checkpoint and drafter_coverage: the drafter's weights, and what the training run took from each source file.
+
+Training runs in its own process behind the `gpu` pool, one run at a time; its steps stream into the run's log. The
+weights are one unpartitioned asset; the same run reports drafter_coverage for every file it consumed.
+"""
+
+from collections.abc import Iterator
+
+import dagster as dg
+
+from dflash_assets.metadata import file_uri
+from dflash_assets.partitions import NAME as PARTITIONS_NAME
+from dflash_assets.partitions import completion_files
+from dflash_assets.process import run_core
+from dflash_assets.resources import RecipeResource
+from dflash_assets.training_set import training_set
+from dflash_core import CODE_VERSION
+from dflash_core.records import DrafterCheckpoint
+from dflash_core.storage.store import open_stores
+
+GPU_TAGS = {"dagster-k8s/config": {"container_config": {"resources": {"limits": {"nvidia.com/gpu": "1"}}}}}
+
+
+class TrainingConfig(dg.Config):
+    """Which training set, and whether a failed gate stops the run."""
+
+    training_set: str | None = None
+    """Hash; none given: the latest."""
+    accept_failed_gate: bool = False
+    """Train although the gate failed; recorded in the checkpoint."""
+
+
+drafter_coverage = dg.AssetSpec(
+    "drafter_coverage",
+    deps=["drafter_checkpoint"],
+    partitions_def=completion_files,
+    description="What the latest drafter took from each source file and how well it learned it.",
+    group_name="training",
+    kinds={"pytorch"},
+    owners=["team:training"],
+)
+
+
+@dg.asset(
+    deps=[training_set],
+    description="The drafter, trained online against the frozen target whose hidden states are taken by hooks.",
+    group_name="training",
+    kinds={"pytorch", "safetensors", "gpu"},
+    tags={"gpu": ""},
+    owners=["team:training"],
+    code_version=CODE_VERSION,
+    pool="gpu",
+    op_tags=GPU_TAGS,
+    output_required=False,
+)
+def drafter_checkpoint(
+    context: dg.AssetExecutionContext, recipe: RecipeResource, config: TrainingConfig
+) -> Iterator[dg.AssetMaterialization | dg.MaterializeResult[None]]:
+    """Train (or continue) the drafter of the training set."""
+    settings = recipe.load()
+    arguments = ["dflash_core.training.launch", "--recipe", recipe.path, "--pipes"]
+    if config.training_set is not None:
+        arguments += ["--training-set", config.training_set]
+    if config.accept_failed_gate:
+        arguments.append("--accept-failed-gate")
+    with dg.open_pipes_session(
+        context=context,
+        context_injector=dg.PipesTempFileContextInjector(),
+        message_reader=dg.PipesTempFileMessageReader(),
+    ) as session:
+        checkpoint = run_core(arguments, DrafterCheckpoint, session.get_bootstrap_env_vars())
+    derived = open_stores(settings).derived
+    known = set(context.instance.get_dynamic_partitions(PARTITIONS_NAME))
+    for file in checkpoint.coverage:
+        if file.partition in known:
+            yield dg.AssetMaterialization(
+                asset_key=drafter_coverage.key,
+                partition=file.partition,
+                metadata={
+                    "rows": file.rows,
+                    "tokens": file.tokens,
+                    "blocks": file.blocks,
+                    "mean loss": file.mean_loss,
+                    "joint accepted prefix": file.joint_accepted_prefix,
+                    "training set": checkpoint.training_set,
+                    "checkpoint": checkpoint.run,
+                },
+                tags={"dagster/data_version": checkpoint.weights.sha256},
+            )
+    yield dg.MaterializeResult(
+        data_version=dg.DataVersion(checkpoint.weights.sha256),
+        metadata={
+            **file_uri(derived.uri(checkpoint.weights.key)),
+            "run": checkpoint.run,
+            "sha256": checkpoint.weights.sha256,
+            "training set": checkpoint.training_set,
+            "gate": checkpoint.gate,
+            "target fingerprint": checkpoint.target_fingerprint,
+            "steps": checkpoint.steps,
+            "seconds": checkpoint.train_s,
+            "final loss": checkpoint.final_loss,
+            "held-out accepted prefix": checkpoint.held_out_accepted_prefix,
+            "skipped steps": checkpoint.skipped_steps,
+            "skipped rows": checkpoint.skipped_rows,
+            "metrics": derived.uri(checkpoint.metrics.key),
+        },
+    )

@@ -1,0 +1,193 @@
+"""Asking a running Dagster through its public GraphQL API: materialize, backfill, wait, read what became of it."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_core.errors import UserError
+
+LOCATION = "dflash"
+POLL_S = 0.5
+TIMEOUT_S = 30.0
+
+LOADED = """query { workspaceOrError { __typename ... on Workspace { locationEntries {
+  loadStatus locationOrLoadError { __typename ... on PythonError { message } } } } } }"""
+LAUNCH_RUN = """mutation($params: ExecutionParams!) { launchRun(executionParams: $params) { __typename
+  ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }
+  ... on RunConfigValidationInvalid { errors { message } } ... on InvalidSubsetError { message } } }"""
+LAUNCH_BACKFILL = """mutation($params: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $params) {
+  __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message }
+  ... on PartitionKeysNotFoundError { message } } }"""
+RUN = """query($id: ID!) { runOrError(runId: $id) { __typename ... on Run { status
+  eventConnection(limit: 1000) { events { __typename ... on MessageEvent { message }
+    ... on ExecutionStepFailureEvent { error { message } failureMetadata { description } }
+    ... on RunFailureEvent { error { message } } } } } } }"""
+RUN_STATUS = "query($id: ID!) { runOrError(runId: $id) { __typename ... on Run { status } } }"
+BACKFILL = """query($id: String!) { partitionBackfillOrError(backfillId: $id) { __typename
+  ... on PartitionBackfill { status runs(limit: 1000) { runId } error { message } }
+  ... on PythonError { message } } }"""
+PARTITIONS = """query($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { __typename ... on AssetNode {
+  partitionStats { numPartitions numMaterialized numFailed } } } }"""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended."""
+
+    run: str
+    succeeded: bool
+    reason: str
+    """The failure's own sentence; empty where it succeeded."""
+
+
+@dataclass(frozen=True)
+class Dagster:
+    """A Dagster webserver at `url`."""
+
+    url: str
+
+    def answers(self) -> bool:
+        """Whether anything answers there yet."""
+        try:
+            self.ask("query { version }")
+        except UserError:
+            return False
+        return True
+
+    def wait_until_loaded(self, timeout_s: float = 120.0) -> None:
+        """Until the code location is loaded.
+
+        Raises:
+            UserError: it cannot be loaded (its own message), or not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            entries = self.ask(LOADED)["workspaceOrError"].get("locationEntries", [])
+            for entry in entries:
+                problem = (entry["locationOrLoadError"] or {}).get("message")
+                if problem:
+                    raise UserError(f"the code location does not load: {problem.strip().splitlines()[-1]}")
+            if entries and all(entry["loadStatus"] == "LOADED" for entry in entries):
+                return
+            time.sleep(POLL_S)
+        raise UserError(f"the code location at {self.url} is not loaded after {timeout_s:.0f} s")
+
+    def materialize(
+        self, assets: Sequence[str], partition: str | None = None, config: Mapping[str, Any] | None = None
+    ) -> str:
+        """Launch one run; its id.
+
+        Raises:
+            UserError: Dagster refuses.
+        """
+        tags = [] if partition is None else [{"key": "dagster/partition", "value": partition}]
+        answer = self.ask(
+            LAUNCH_RUN,
+            params={
+                "selector": {
+                    "repositoryLocationName": LOCATION,
+                    "repositoryName": "__repository__",
+                    "pipelineName": "__ASSET_JOB",
+                    "assetSelection": [{"path": [asset]} for asset in assets],
+                },
+                "runConfigData": dict(config or {}),
+                "mode": "default",
+                "executionMetadata": {"tags": tags},
+            },
+        )["launchRun"]
+        if answer["__typename"] != "LaunchRunSuccess":
+            raise UserError(f"Dagster refuses to materialize {', '.join(assets)}: {json.dumps(answer)}")
+        return str(answer["run"]["runId"])
+
+    def backfill(self, assets: Sequence[str], partitions: Sequence[str]) -> str:
+        """Launch a backfill; its id.
+
+        Raises:
+            UserError: Dagster refuses.
+        """
+        answer = self.ask(
+            LAUNCH_BACKFILL,
+            params={
+                "assetSelection": [{"path": [asset]} for asset in assets],
+                "partitionNames": list(partitions),
+                "tags": [],
+            },
+        )["launchPartitionBackfill"]
+        if answer["__typename"] != "LaunchBackfillSuccess":
+            raise UserError(f"Dagster refuses the backfill of {', '.join(assets)}: {json.dumps(answer)}")
+        return str(answer["backfillId"])
+
+    def wait_for_run(self, run: str, timeout_s: float, on_poll: Callable[[str], None] = lambda status: None) -> RunEnd:
+        """Until the run ends; `on_poll` gets its status.
+
+        Raises:
+            UserError: not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = self.ask(RUN_STATUS, id=run)["runOrError"]["status"]
+            on_poll(status)
+            if status in ("SUCCESS", "FAILURE", "CANCELED"):
+                return RunEnd(run, status == "SUCCESS", "" if status == "SUCCESS" else self._why(run))
+            time.sleep(POLL_S)
+        raise UserError(f"run {run} did not end within {timeout_s:.0f} s; look at {self.url}/runs/{run}")
+
+    def wait_for_backfill(self, backfill: str, timeout_s: float, on_poll: Callable[[], None]) -> list[RunEnd]:
+        """Until the backfill ends; how each of its runs ended.
+
+        Raises:
+            UserError: not in time, or the backfill itself failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            answer = self.ask(BACKFILL, id=backfill)["partitionBackfillOrError"]
+            on_poll()
+            if answer["status"].startswith("COMPLETED") or answer["status"] in ("FAILED", "CANCELED"):
+                if not answer["runs"]:
+                    raise UserError(f"backfill {backfill} ended as {answer['status']} without a run: {answer['error']}")
+                return [self.wait_for_run(run["runId"], TIMEOUT_S) for run in answer["runs"]]
+            time.sleep(POLL_S)
+        raise UserError(
+            f"backfill {backfill} did not end within {timeout_s:.0f} s; look at {self.url}/overview/backfills"
+        )
+
+    def partitions(self, asset: str) -> tuple[int, int, int]:
+        """(all, materialized, failed) partitions of an asset."""
+        stats = self.ask(PARTITIONS, key={"path": [asset]})["assetNodeOrError"]["partitionStats"]
+        return stats["numPartitions"], stats["numMaterialized"], stats["numFailed"]
+
+    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
+        """One GraphQL request.
+
+        Raises:
+            UserError: no answer, or errors in it.
+        """
+        request = urllib.request.Request(
+            f"{self.url}/graphql",
+            json.dumps({"query": query, "variables": variables}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise UserError(f"Dagster at {self.url}: {error}: {error.read(2000).decode(errors='replace')}") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"Dagster at {self.url} does not answer: {error}") from None
+        if "errors" in answer:
+            raise UserError(f"Dagster at {self.url}: {answer['errors'][0]['message']}")
+        data: dict[str, Any] = answer["data"]
+        return data
+
+    def _why(self, run: str) -> str:
+        events = self.ask(RUN, id=run)["runOrError"]["eventConnection"]["events"]
+        for event in events:
+            if event["__typename"] == "ExecutionStepFailureEvent":
+                described = (event["failureMetadata"] or {}).get("description")
+                return str(described or event["error"]["message"])
+        messages = [event["message"] for event in events if event["__typename"] == "RunFailureEvent"]
+        return str(messages[-1] if messages else f"see {self.url}/runs/{run}")

@@ -1,0 +1,94 @@
+"""training_set: one manifest over all valid shards, with the gate's verdict as part of it.
+
+It runs apart from the partitions' backfill and takes what is there: a failed file lowers the coverage, it does not stop
+the lineage. A failing verdict is written too; training refuses it.
+"""
+
+import dagster as dg
+
+from dflash_assets.completion_files import loss_mask_stats, tokenized_shards
+from dflash_assets.metadata import file_uri
+from dflash_assets.resources import RecipeResource
+from dflash_core import CODE_VERSION
+from dflash_core.errors import UserError
+from dflash_core.quality.training_set import freeze_training_set
+from dflash_core.records import TrainingSet
+from dflash_core.storage.store import open_stores
+from dflash_core.tokenization.fingerprint import fingerprint
+
+SHOWN = 20
+
+
+class TrainingSetConfig(dg.Config):
+    """What to freeze; nothing given: every source file."""
+
+    partitions: list[str] | None = None
+
+
+@dg.asset(
+    deps=[tokenized_shards, loss_mask_stats],
+    description="The frozen selection of shards that a drafter is trained on, and the gate's verdict on them.",
+    group_name="training",
+    kinds={"s3"},
+    owners=["team:data"],
+    code_version=CODE_VERSION,
+    check_specs=[
+        dg.AssetCheckSpec("gate", asset="training_set", description="The recipe's thresholds hold."),
+        dg.AssetCheckSpec("coverage", asset="training_set", description="Every source file is in it."),
+    ],
+)
+def training_set(
+    context: dg.AssetExecutionContext, recipe: RecipeResource, config: TrainingSetConfig
+) -> dg.MaterializeResult:  # type: ignore[type-arg]
+    """Freeze the valid shards and judge them."""
+    settings = recipe.load()
+    try:
+        frozen = freeze_training_set(settings, fingerprint(settings), config.partitions)
+    except UserError as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
+    for reason in frozen.verdict.reasons:
+        context.log.warning(f"gate: {reason}")
+    derived = open_stores(settings).derived
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(frozen.hash),
+        metadata={
+            **file_uri(derived.uri(f"training_set/{frozen.hash}.json")),
+            "hash": frozen.hash,
+            "verdict": "pass" if frozen.verdict.passed else "fail",
+            "gate reasons": _list(frozen.verdict.reasons),
+            "report": derived.uri(f"training_set/{frozen.hash}.html"),
+            "files": len(frozen.shards),
+            "files missing": len(frozen.missing),
+            "coverage": frozen.coverage,
+            "dagster/row_count": frozen.rows_kept,
+            "rows read": frozen.rows_read,
+            "rows rejected": frozen.rows_rejected,
+            "reject reasons": dg.MetadataValue.json(frozen.reject_reasons),
+            "tokens": frozen.tokens,
+            "supervised tokens": frozen.supervised_tokens,
+        },
+        check_results=[_gate_check(frozen), _coverage_check(frozen)],
+    )
+
+
+def _gate_check(frozen: TrainingSet) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        check_name="gate",
+        passed=frozen.verdict.passed,
+        description="; ".join(frozen.verdict.reasons) or None,
+        metadata={"reasons": _list(frozen.verdict.reasons)},
+    )
+
+
+def _coverage_check(frozen: TrainingSet) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        check_name="coverage",
+        passed=not frozen.missing,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={"coverage": frozen.coverage, "missing": _list(frozen.missing)},
+    )
+
+
+def _list(lines: tuple[str, ...]) -> dg.MarkdownMetadataValue:
+    more = [f"- and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return dg.MetadataValue.md("\n".join([f"- {line}" for line in lines[:SHOWN]] + more) or "none")

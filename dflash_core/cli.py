@@ -1,0 +1,205 @@
+"""`dflash`: every asset's twin at the terminal. The same core call, a progress bar, no Dagster.
+
+    verify -> tokenize -> freeze -> train -> evaluate -> export
+
+Results go to standard output, progress and refusals to standard error; a refusal is one sentence and exit code 2.
+Heavy imports happen inside the commands, so that `--help` and the data commands never wait for torch.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from dflash_core.errors import UserError
+from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.records import CommandFailure, Record, SourceFile
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+errors = Console(stderr=True, highlight=False)
+
+RecipeOption = Annotated[Path, typer.Option("--recipe", envvar="DFLASH_RECIPE", help="the recipe, a TOML file")]
+RunOption = Annotated[str | None, typer.Option("--run", help="a training run; default: the latest")]
+ResultOption = Annotated[Path | None, typer.Option("--result", help="write the result, or the refusal, here as JSON")]
+PartitionsArgument = Annotated[list[str] | None, typer.Argument(help="partition keys; default: every file")]
+at_exit = ExitStack()
+DEFAULT_RECIPE = Path("recipes/demo.toml")
+
+
+@app.command()
+def verify(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT_RECIPE) -> None:
+    """raw_completions: read every source file whole; count rows and rejects; write nothing."""
+    from dflash_core.tokenization.pipeline import FileFailed, verify_files
+
+    settings = open_recipe(recipe)
+    sources = _sources(settings, partitions)
+    failed = rows = rejected = 0
+    with _progress("verify", len(sources)) as advance:
+        for done, outcome in enumerate(verify_files(settings, sources), 1):
+            advance(done, len(sources))
+            if isinstance(outcome, FileFailed):
+                failed += 1
+                errors.print(f"[red]failed[/] {outcome.source.uri}: {outcome.reason}")
+            else:
+                rows += outcome.rows_read
+                rejected += len(outcome.rejects)
+                for reject in outcome.rejects[:3]:
+                    errors.print(f"rejected {outcome.source.uri}:{reject.line}: {reject.reason} {reject.detail}")
+    print(f"{len(sources) - failed} of {len(sources)} files read, {rows:,} rows, {rejected:,} rejected")
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def tokenize(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT_RECIPE) -> None:
+    """tokenized_shards and loss_mask_stats: tokenize what is new or changed, on every core."""
+    from dflash_core.tokenization.files import FileDone
+    from dflash_core.tokenization.pipeline import process_files
+
+    settings = open_recipe(recipe)
+    sources = _sources(settings, partitions)
+    good: list[FileDone] = []
+    failed = 0
+    with _progress("tokenize", len(sources)) as advance:
+        for done, outcome in enumerate(process_files(settings, sources), 1):
+            advance(done, len(sources))
+            if isinstance(outcome, FileDone):
+                good.append(outcome)
+            else:
+                failed += 1
+                errors.print(f"[red]failed[/] {outcome.source.uri}: {outcome.reason}")
+    manifests = [outcome.manifest for outcome in good]
+    print(
+        f"{len(good)} of {len(sources)} files, {sum(o.skipped for o in good)} of them still valid: "
+        f"{sum(m.rows_read for m in manifests):,} rows read, {sum(m.rows_kept for m in manifests):,} kept, "
+        f"{sum(m.rows_rejected for m in manifests):,} rejected, {sum(m.tokens for m in manifests):,} tokens"
+    )
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def freeze(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT_RECIPE) -> None:
+    """training_set: one manifest over all valid shards, and the gate's verdict."""
+    from dflash_core.quality.training_set import freeze_training_set
+    from dflash_core.tokenization.fingerprint import fingerprint
+
+    settings = open_recipe(recipe)
+    frozen = freeze_training_set(settings, fingerprint(settings), partitions or None)
+    for reason in frozen.verdict.reasons:
+        errors.print(f"gate: {reason}", markup=False)
+    verdict = "pass" if frozen.verdict.passed else "fail"
+    print(
+        f"training set {frozen.hash}: {len(frozen.shards)} files, coverage {frozen.coverage:.3f}, "
+        f"{frozen.rows_kept:,} rows, {frozen.tokens:,} tokens; gate: {verdict}"
+    )
+    raise typer.Exit(0 if frozen.verdict.passed else 1)
+
+
+@app.command()
+def train(
+    recipe: RecipeOption = DEFAULT_RECIPE,
+    training_set: Annotated[str | None, typer.Option(help="hash; default: the latest")] = None,
+    accept_failed_gate: Annotated[
+        bool, typer.Option("--accept-failed-gate", help="recorded in the checkpoint")
+    ] = False,
+) -> None:
+    """drafter_checkpoint: train, or continue, the drafter of a training set."""
+    from dflash_core.training.launch import main as launch
+
+    open_recipe(recipe)
+    arguments = ["--recipe", str(recipe)]
+    arguments += ["--training-set", training_set] if training_set else []
+    arguments += ["--accept-failed-gate"] if accept_failed_gate else []
+    raise typer.Exit(launch(arguments))
+
+
+@app.command()
+def evaluate(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, result: ResultOption = None) -> None:
+    """drafter_eval: acceptance length by draft-and-verify decoding on held-out prompts."""
+    with _answering(result) as answer:
+        from dflash_core.evaluation.evaluate import evaluate_drafter
+
+        settings = open_recipe(recipe)
+        with _progress("evaluate", settings.evaluation.prompts) as advance:
+            report = evaluate_drafter(settings, run, advance)
+        answer(report)
+    print(
+        f"{report.run}: acceptance length {report.acceptance_length:.2f} at block size {report.block_size} "
+        f"({settings.evaluation.ngram}-gram {report.acceptance_length_ngram:.2f}, "
+        f"no features {report.acceptance_length_no_features:.2f}), {report.prompts} prompts, "
+        f"{'lossless' if report.lossless else 'NOT lossless'}"
+    )
+
+
+@app.command()
+def export(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, result: ResultOption = None) -> None:
+    """drafter_export: the folder that serving engines load."""
+    with _answering(result) as answer:
+        from dflash_core.drafter.export import export_drafter
+
+        exported = export_drafter(open_recipe(recipe), run)
+        answer(exported)
+    print(f"{exported.run}: {', '.join(f.key for f in exported.files)}")
+
+
+@contextmanager
+def _answering(result: Path | None) -> Iterator[Callable[[Record], None]]:
+    """Gives a function that writes the result for a caller that is a program; a refusal is written, too."""
+
+    def answer(record: Record) -> None:
+        if result is not None:
+            result.write_text(record.model_dump_json())
+
+    try:
+        yield answer
+    except UserError as error:
+        answer(CommandFailure(error=str(error)))
+        raise
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with ETA on standard error, moved by (done, total)."""
+    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def open_recipe(path: Path) -> Recipe:
+    """The recipe, and until this command ends the embedded store if the recipe asks for it."""
+    from dflash_core.storage.embedded import store_of
+
+    recipe = load_recipe(path)
+    at_exit.enter_context(store_of(recipe))
+    return recipe
+
+
+def _sources(recipe: Recipe, partitions: list[str] | None) -> list[SourceFile]:
+    from dflash_core.storage.store import list_sources, open_stores
+
+    sources = list_sources(open_stores(recipe).source)
+    if not partitions:
+        return sources
+    unknown = set(partitions) - {source.partition for source in sources}
+    if unknown:
+        raise UserError(f"no source file for {', '.join(sorted(unknown))}; keys look like {sources[0].partition}")
+    return [source for source in sources if source.partition in set(partitions)]
+
+
+def main() -> None:
+    """Entry point: a UserError is one sentence and an exit code."""
+    try:
+        with at_exit:
+            app()
+    except UserError as error:
+        errors.print(f"[red]error:[/] {error}", soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
