@@ -1,0 +1,94 @@
+"""What a step reports: one record, written as a JSON line and handed to whoever shows progress."""
+
+import math
+import time
+from pathlib import Path
+
+from dflash_core.records import Record
+from dflash_core.training.step import Sums
+
+SMOOTHING = 0.9
+
+
+class StepMetrics(Record):
+    """One optimizer step over all ranks. `step` counts from 1."""
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float | None
+    """Weighted mean cross-entropy, nats; None for a skipped step."""
+    accepted_prefix: float
+    """Mean over blocks of the length of the all-correct prefix, plus one (the anchor)."""
+    slot_accuracy: tuple[float, ...]
+    """Share of right predictions in slots 1..K-1, each on its own."""
+    learning_rate: float
+    grad_norm: float | None
+    """Before clipping; None for a skipped step."""
+    rows: int
+    tokens: int
+    skipped: bool
+    bad_rows: int
+    tokens_per_s: float
+    waiting_share: float
+    """Share of the step's time in which the lead rank waited for data."""
+    eta_s: float
+    held_out_loss: float | None = None
+    held_out_accepted_prefix: float | None = None
+    """Both after steps that validate."""
+
+
+class Clock:
+    """Turns moments into speeds. Monotonic: a clock that jumps changes nothing."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._waited = 0.0
+        self._step_s: float | None = None
+
+    def lap(self, waited_s: float) -> tuple[float, float]:
+        """End a step: (its seconds, the share of them spent waiting). `waited_s` is a running total."""
+        now = time.monotonic()
+        seconds, waited = max(now - self._last, 1e-9), waited_s - self._waited
+        self._last, self._waited = now, waited_s
+        self._step_s = seconds if self._step_s is None else SMOOTHING * self._step_s + (1 - SMOOTHING) * seconds
+        return seconds, min(1.0, waited / seconds)
+
+    def eta_s(self, steps_left: int) -> float:
+        """Seconds until the end at the smoothed speed."""
+        return (self._step_s or 0.0) * steps_left
+
+
+def accepted_prefix(sums: Sums) -> float:
+    """Joint accepted prefix plus one."""
+    return 1.0 + (sums.prefix / sums.blocks if sums.blocks else 0.0)
+
+
+def mean_loss(sums: Sums) -> float:
+    """Weighted mean cross-entropy, NaN where nothing was supervised."""
+    return sums.loss / sums.weight if sums.weight else math.nan
+
+
+class MetricsFile:
+    """The run's JSON lines, one a step, from the first on."""
+
+    def __init__(self, path: Path, steps_done: int) -> None:
+        """Continue the file after its first `steps_done` lines; what a crashed attempt wrote beyond them goes."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_bytes().splitlines(keepends=True)[:steps_done] if path.exists() else []
+        path.write_bytes(b"".join(lines))
+        self._file = path.open("a", encoding="utf8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append a line."""
+        self._file.write(metrics.model_dump_json() + "\n")
+
+    def flush(self) -> int:
+        """Hand everything to the operating system; returns the file's length in bytes."""
+        self._file.flush()
+        return self.path.stat().st_size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

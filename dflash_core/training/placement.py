@@ -1,0 +1,81 @@
+"""Which device runs what: the only module that knows how many devices there are.
+
+One process (rank) per drafter; rank r owns drafter r and the targets r, r + R, r + 2R, ... of R drafters, used in turn.
+The trade-off: a rank launches the work of all its devices from one thread, which works because nothing in the steady
+step waits for a device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from dflash_core.errors import RecipeError
+from dflash_core.recipe import Placement
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """What one rank runs."""
+
+    rank: int
+    ranks: int
+    drafter: torch.device
+    targets: tuple[torch.device, ...]
+
+    @property
+    def lead(self) -> bool:
+        """Whether this rank writes checkpoints, metrics and reports."""
+        return self.rank == 0
+
+    @property
+    def slots_per_target(self) -> int:
+        """Feature slots: one being trained on and one being filled; one where nothing can overlap."""
+        return 1 if all(target == self.drafter for target in self.targets) else 2
+
+
+def place(placement: Placement, rank: int, ranks: int) -> RankPlacement:
+    """The devices of one rank.
+
+    Raises:
+        RecipeError: a device does not exist here, two drafters share a GPU, or the number of processes is not that of
+            drafters.
+    """
+    drafters, targets = [[_device(n, k) for n in getattr(placement, k)] for k in ("drafters", "targets")]
+    if ranks != len(drafters):
+        raise RecipeError(
+            f"training.placement has {len(drafters)} drafters but {ranks} training processes run; use `dflash train`"
+        )
+    gpus = [device for device in drafters if device.type == "cuda"]
+    if len(gpus) not in (0, len(drafters)) or len(set(gpus)) != len(gpus):
+        raise RecipeError(
+            f"training.placement.drafters {list(placement.drafters)} must be all CPU, or as many different GPUs"
+        )
+    return RankPlacement(rank, ranks, drafters[rank], tuple(targets[rank::ranks]))
+
+
+def join(placement: Placement) -> tuple[int, int]:
+    """Set up threads and, under torchrun, the process group (NCCL between GPUs, gloo else); returns (rank, ranks)."""
+    if placement.threads:
+        torch.set_num_threads(placement.threads)
+    if not distributed.is_torchelastic_launched():
+        return 0, 1
+    if not distributed.is_initialized():
+        distributed.init_process_group("nccl" if placement.drafters[0].startswith("cuda") else "gloo")
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _device(name: str, kind: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise RecipeError(f"training.placement.{kind}: {name!r} is no device; use cpu or cuda:0, cuda:1, ...") from None
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    index = device.index or 0
+    if device.type != "cuda" or index >= count:
+        raise RecipeError(
+            f"training.placement.{kind}: {name} does not exist here ({count} CUDA devices); correct the placement"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,251 @@
+"""The frozen target: what the drafter's context features, embedding and lm_head come from.
+
+Only layers up to the deepest captured one are loaded, and no lm_head beside them. The features are taken by forward
+hooks, because the truncated model's own last hidden state is already normed: the output of decoder layer i is
+`hidden_states[i + 1]` of the whole model, bit for bit. The trade-off: hooks copy while the target still runs (so the
+copy can go to another device at once), but nothing can be captured but whole layer outputs.
+
+Shapes: B rows, S tokens, L captured layers, H hidden size, V vocabulary.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModel
+from transformers.utils import logging as transformers_logging
+
+from dflash_core.errors import IncompatibleError, RecipeError
+
+Sink = Callable[[int, torch.Tensor], None]
+"""Takes (j, output [B, S, H] of the j-th captured layer) while the target is still running."""
+
+EMBEDDING_KEYS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "embed_tokens.weight",
+)
+LM_HEAD_KEYS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+HASH_BLOCK = 1 << 22
+
+
+class Target:
+    """A truncated backbone in evaluation mode whose captured layers are handed to a sink."""
+
+    def __init__(self, backbone: nn.Module, layer_ids: tuple[int, ...], device: torch.device) -> None:
+        self.backbone = backbone
+        self.layer_ids = layer_ids
+        self.device = device
+        self._sink: Sink | None = None
+        layers = backbone.get_submodule("layers")
+        for position, layer_id in enumerate(layer_ids):
+            layers.get_submodule(str(layer_id)).register_forward_hook(self._hook(position))
+
+    def _hook(self, position: int) -> Callable[[nn.Module, object, object], None]:
+        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            assert isinstance(hidden, torch.Tensor)
+            assert self._sink is not None, "run the target through capture()"
+            self._sink(position, hidden)
+
+        return hook
+
+    @torch.no_grad()
+    def capture(self, ids: torch.Tensor, sink: Sink) -> None:
+        """Run right-padded `ids` [B, S], one document a row, and hand each captured layer's output to `sink`.
+
+        No attention mask is needed: attention, convolution and recurrence are causal, so padding on the right changes
+        no real token. Packed rows are not supported: linear-attention layers would leak from one document into another.
+        """
+        self._sink = sink
+        try:
+            self.backbone(input_ids=ids, use_cache=False)
+        finally:
+            self._sink = None
+
+    def features(self, ids: torch.Tensor) -> torch.Tensor:
+        """Context features [B, S, L*H] of right-padded `ids` [B, S], on the target's device."""
+        parts: list[torch.Tensor] = []
+        self.capture(ids, lambda _position, hidden: parts.append(hidden))
+        return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen ends, which the drafter shares."""
+
+    embedding: torch.Tensor
+    """[V, H]"""
+    lm_head: torch.Tensor
+    """[V, H]; the same tensor as `embedding` where the target ties them."""
+
+
+def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Target:
+    """Load the backbone of a local Hugging Face folder up to its deepest captured layer.
+
+    Args:
+        folder: config.json and safetensors, sharded or not; code in it is never run.
+        layer_ids: decoder layers to capture, ascending.
+
+    Raises:
+        RecipeError: the folder is not there, incomplete, or of an architecture that transformers does not have.
+        IncompatibleError: the model has no such layer.
+    """
+    files = safetensors_files(folder)
+    try:
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"target.path {folder}: its config.json cannot be used: {error}") from None
+    config = whole.get_text_config()
+    if layer_ids[-1] >= config.num_hidden_layers:
+        raise IncompatibleError(
+            f"target layer {layer_ids[-1]} does not exist in {folder}, which has layers 0 to "
+            f"{config.num_hidden_layers - 1}; correct target.layer_ids"
+        )
+    config.num_hidden_layers = layer_ids[-1] + 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with _quiet_transformers():
+        try:
+            backbone, report = AutoModel.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise RecipeError(f"target.path {folder} cannot be loaded: {error}") from None
+    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if absent:
+        raise RecipeError(
+            f"target.path {folder}: {len(absent)} weights are absent from its {len(files)} safetensors files or have "
+            f"another shape, first {absent[0]}; download the folder again"
+        )
+    backbone.requires_grad_(False)
+    return Target(backbone.eval().to(device), layer_ids, device)
+
+
+def load_head(folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
+    """Read embedding and lm_head alone, from whichever safetensors files hold them.
+
+    Raises:
+        RecipeError: the folder has no safetensors, or no embedding or lm_head among them.
+    """
+    holders: dict[str, Path] = {}
+    for file in safetensors_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                holders.update(dict.fromkeys(opened.keys(), file))
+        except (OSError, SafetensorError) as error:
+            raise RecipeError(f"target.path {folder}: {file.name} is damaged ({error}); download it again") from None
+
+    def read(keys: tuple[str, ...]) -> torch.Tensor | None:
+        key = next((key for key in keys if key in holders), None)
+        if key is None:
+            return None
+        with safe_open(holders[key], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(key)
+        return tensor.to(device=device, dtype=dtype)
+
+    embedding = read(EMBEDDING_KEYS)
+    if embedding is None:
+        raise RecipeError(f"target.path {folder} holds no embedding under any of {', '.join(EMBEDDING_KEYS)}")
+    lm_head = None if _is_tied(folder) else read(LM_HEAD_KEYS)
+    if lm_head is None and not _is_tied(folder):
+        raise RecipeError(
+            f"target.path {folder} holds no lm_head under any of {', '.join(LM_HEAD_KEYS)} and does not tie it"
+        )
+    return Head(embedding, embedding if lm_head is None else lm_head)
+
+
+def target_fingerprint(folder: Path) -> str:
+    """sha256 over the config, every safetensors file and the tokenizer: equal folders give equal features and ids.
+
+    Raises:
+        RecipeError: the folder is not there or holds no safetensors.
+    """
+    weights = safetensors_files(folder)
+    others = [folder / name for name in ("config.json", *TOKENIZER_FILES) if (folder / name).is_file()]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        digests = list(pool.map(_sha256, [*others, *weights]))
+    named = [(path.name, digest) for path, digest in zip([*others, *weights], digests, strict=True)]
+    return hashlib.sha256(json.dumps(sorted(named)).encode()).hexdigest()
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of the folder, those its index names where it has one.
+
+    Raises:
+        RecipeError: the folder, or a file of its index, is not there; or it has no safetensors (pickles are not read).
+    """
+    if not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"target.path {folder} is no model folder (no config.json there); give a local Hugging Face folder"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise RecipeError(f"{index} is no index of safetensors files; download it again") from None
+        files = [folder / name for name in names]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise RecipeError(
+                f"target.path {folder} lacks {len(absent)} of {len(files)} weight files, first {absent[0]}"
+            )
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RecipeError(f"target.path {folder} has no *.safetensors; convert its weights (pickles are never loaded)")
+    return files
+
+
+def _is_tied(folder: Path) -> bool:
+    table = json.loads((folder / "config.json").read_text(encoding="utf8"))
+    return bool(table.get("tie_word_embeddings", table.get("text_config", {}).get("tie_word_embeddings", False)))
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """The cut layers would be reported as unexpected weights; what is really absent is checked by the caller."""
+    verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if progress:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

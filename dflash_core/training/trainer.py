@@ -1,0 +1,239 @@
+"""The training loop: micro-batches in, metrics and checkpoints out. Read `Trainer.run`; the rest is one hop away.
+
+The trade-off: the outcome of a step is read one step later, so that the host never waits for the device it has just
+given work to; before a checkpoint, a validation or the end everything is read.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from torch import distributed
+
+from dflash_core.batches.loader import Batch, Loader, Prefetch
+from dflash_core.errors import TrainingStopped, UserError
+from dflash_core.recipe import Training
+from dflash_core.training.checkpoint import Progress, Snapshot
+from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
+from dflash_core.training.metrics import Clock, StepMetrics, accepted_prefix, mean_loss
+from dflash_core.training.schedule import learning_rate
+from dflash_core.training.step import Learner, Outcome, Sums
+
+PREFETCH = 4
+BAD_ROWS_TOLERATED = 16
+"""Fewer than this never end a run, whatever share they are."""
+
+
+class StopRequest:
+    """Set from a signal handler; the loop ends after the step it is in."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def ask(self) -> None:
+        """End after this step."""
+        self.asked = True
+
+
+class Recorder(Protocol):
+    """What the lead rank does with metrics and checkpoints."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record a step."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint; it may still be on its way when this returns."""
+
+    def flush(self) -> None:
+        """Return when the last checkpoint is safe."""
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+
+
+class Pending(NamedTuple):
+    """A step whose outcome has not been read."""
+
+    step: int
+    epoch: int
+    learning_rate: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where a rank's micro-batches come from."""
+
+    loader: Loader
+    held_out: list[Batch]
+    preparation: Preparation
+
+    def works(self, batches: Iterable[Batch]) -> Iterator[Work]:
+        """Prepared micro-batches."""
+        return (prepare(batch, self.preparation) for batch in batches)
+
+
+class Trainer:
+    """One rank's loop. All ranks take every decision from the same reduced numbers, so they never disagree."""
+
+    def __init__(
+        self, training: Training, data: Data, feed: FeatureFeed, learner: Learner, recorder: Recorder, steps: int
+    ) -> None:
+        self.training = training
+        self.data = data
+        self.feed = feed
+        self.learner = learner
+        self.recorder = recorder
+        self.steps = steps
+        self.progress = Progress()
+        self._pending: deque[Pending] = deque()
+        self._clock = Clock()
+        self._stop_agreed = False
+
+    def run(self, progress: Progress, stop: StopRequest) -> Progress:
+        """Train from `progress.step` to the last step.
+
+        Raises:
+            TrainingStopped: asked to stop; a checkpoint was saved.
+            UserError: too many skipped steps in a row, or too many rows with bad features.
+        """
+        self.progress = progress
+        batches = self.data.loader.batches(progress.step, self.steps)
+        with Prefetch(self.data.works(batches), PREFETCH) as works:
+            for work, features in self.feed.feed(works):
+                if features is not None:
+                    self.learner.accumulate(work, features)
+                if not work.batch.last:
+                    continue
+                rate = learning_rate(work.batch.step, self.steps, self.training)
+                outcome = self.learner.update(rate, stop.asked)
+                self._pending.append(Pending(work.batch.step, work.batch.epoch, rate, outcome))
+                self._after_step(work.batch.step + 1, works.waited_s)
+        self._flush()
+        return self.progress
+
+    def _after_step(self, done: int, waited_s: float) -> None:
+        """Read what is due, validate, save, stop: the same on every rank."""
+        end = done == self.steps
+        validate = end or done % self.training.validate_every_steps == 0
+        save = end or done % self.training.checkpoint_every_steps == 0
+        self._read(0 if validate or save else 1, validate, waited_s)
+        if self._stop_agreed and not end:
+            self._read(0, False, waited_s)
+            self._save()
+            self._flush()
+            raise TrainingStopped(
+                f"training stopped after step {self.progress.step} of {self.steps}; a checkpoint was saved, the same "
+                "command continues from it"
+            )
+        if save:
+            self._save()
+
+    def _read(self, leave: int, validate: bool, waited_s: float) -> None:
+        while len(self._pending) > leave:
+            pending = self._pending.popleft()
+            sums = pending.outcome.read()
+            held_out = self.validate() if validate and not self._pending else None
+            self._advance(pending, sums, held_out, waited_s)
+
+    def _advance(self, pending: Pending, sums: Sums, held_out: Sums | None, waited_s: float) -> None:
+        """Enter a finished step into progress and metrics.
+
+        Raises:
+            UserError: it is one bad step or one bad row too many.
+        """
+        seconds, waiting = self._clock.lap(waited_s)
+        before, skipped = self.progress, sums.finite == 0.0
+        done = pending.step + 1
+        self._stop_agreed = self._stop_agreed or sums.stop > 0
+        self.progress = replace(
+            before,
+            step=done,
+            rows=before.rows + int(sums.rows),
+            skipped_steps=before.skipped_steps + skipped,
+            consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
+            skipped_rows=before.skipped_rows + int(sums.bad_rows),
+            train_s=before.train_s + seconds,
+            final_loss=before.final_loss if skipped else mean_loss(sums),
+            held_out_loss=mean_loss(held_out) if held_out else before.held_out_loss,
+            held_out_accepted_prefix=accepted_prefix(held_out) if held_out else before.held_out_accepted_prefix,
+        )
+        self.recorder.step(
+            StepMetrics(
+                step=done,
+                steps=self.steps,
+                epoch=pending.epoch,
+                loss=None if skipped else mean_loss(sums),
+                accepted_prefix=accepted_prefix(sums),
+                slot_accuracy=tuple(h / max(1.0, n) for h, n in zip(sums.slot_hits, sums.slot_counts, strict=True)),
+                learning_rate=pending.learning_rate,
+                grad_norm=None if skipped else sums.grad_norm,
+                rows=int(sums.rows),
+                tokens=int(sums.tokens),
+                skipped=skipped,
+                bad_rows=int(sums.bad_rows),
+                tokens_per_s=sums.tokens / seconds,
+                waiting_share=waiting,
+                eta_s=self._clock.eta_s(self.steps - done),
+                held_out_loss=mean_loss(held_out) if held_out else None,
+                held_out_accepted_prefix=accepted_prefix(held_out) if held_out else None,
+            )
+        )
+        self._refuse_bad(sums)
+
+    def _refuse_bad(self, sums: Sums) -> None:
+        now, limit = self.progress, self.training.skips_before_stop
+        if now.consecutive_skips >= limit:
+            raise UserError(
+                f"the last {limit} steps up to step {now.step} had no finite loss and gradient (gradient norm "
+                f"{sums.grad_norm}), so training ends; the checkpoints before are good: lower training.learning_rate "
+                "or look at the data of these steps"
+            )
+        share = now.skipped_rows / max(1, now.rows + now.skipped_rows)
+        if now.skipped_rows >= BAD_ROWS_TOLERATED and share > self.training.max_bad_row_share:
+            raise UserError(
+                f"{now.skipped_rows} of {now.rows + now.skipped_rows} rows up to step {now.step} were left out because "
+                "the target gave NaN or infinite features for them, more than training.max_bad_row_share allows; check "
+                "target.path and target.dtype"
+            )
+
+    def validate(self) -> Sums | None:
+        """Sums over the held-out rows of all ranks, always with the same anchors; None where there is nothing."""
+        self.learner.drafter.eval()
+        for work, features in self.feed.aside().feed(self.data.works(self.data.held_out)):
+            assert features is not None
+            self.learner.evaluate(work, features)
+        self.learner.drafter.train()
+        sums = self.learner.evaluated()
+        return sums if sums.weight > 0 or math.isnan(sums.weight) else None
+
+    def _flush(self) -> None:
+        """No rank goes on before the lead's checkpoint is safe: the first to end may take the others with it."""
+        self.recorder.flush()
+        if self.learner.ranks > 1:
+            distributed.barrier()
+
+    def _save(self) -> None:
+        masters, moments = self.learner.state()
+        self.recorder.save(Snapshot(self.progress, masters, moments, self.learner.reduced_coverage()))
+
+
+class Follower:
+    """The recorder of every rank but the lead: does nothing, since the lead does it for all."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """The lead writes it."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        """The lead writes it."""
+
+    def flush(self) -> None:
+        """Nothing is on its way."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+OnStep = Callable[[StepMetrics], None]
