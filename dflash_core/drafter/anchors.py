@@ -60,7 +60,7 @@ def stack_blocks(rows: Sequence[Sequence[DocumentAnchors]]) -> Blocks:
     Args:
         rows: for each row its documents in order.
     """
-    n = max(1, *(sum(len(d.anchors) for d in documents) for documents in rows))
+    n = max([1, *(sum(len(d.anchors) for d in documents) for documents in rows)])
     table = np.zeros((3, len(rows), n), np.int64)
     valid = np.zeros((len(rows), n), np.bool_)
     for b, documents in enumerate(rows):

@@ -121,8 +121,6 @@ class Drafter(nn.Module):
     Training calls the module; decoding calls `extend` after each verification and `draft` before the next.
     """
 
-    inverse_frequency: Tensor
-
     def __init__(self, config: DrafterConfig, *, gradient_checkpointing: bool = False) -> None:
         super().__init__()
         self.config = config
@@ -132,9 +130,6 @@ class Drafter(nn.Module):
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        # Not persistent: the published checkpoint has no such tensor. fp32: positions need it whatever the weights are.
-        self.register_buffer("inverse_frequency", (config.rope_theta**-exponents).float(), persistent=False)
 
     def initialize(self, seed: int, std: float = 0.02) -> None:
         """Set all matrices to N(0, std), all norms to 1; the same numbers for the same seed on any device."""
@@ -205,9 +200,12 @@ class Drafter(nn.Module):
         return out
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """RoPE over the whole head, plain; angles in fp32, or fp64 where the model computes in it."""
+        """RoPE over the whole head, plain; angles in fp32 whatever the weights are, or fp64 where the model is."""
         wide = torch.promote_types(dtype, torch.float32)
-        angles = positions[..., None].to(wide) * self.inverse_frequency.to(wide)
+        # No buffer: casting the module to bfloat16 would cast the frequencies, too.
+        exponents = torch.arange(0, self.config.head_dim, 2, device=positions.device, dtype=torch.float64)
+        frequencies = self.config.rope_theta ** (-exponents / self.config.head_dim)
+        angles = positions[..., None].to(wide) * frequencies.to(wide)
         angles = torch.cat((angles, angles), -1)[:, None]
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 

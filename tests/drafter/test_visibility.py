@@ -1,0 +1,164 @@
+"""One rule for what a block sees, and every rendering of it equal to the others."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dflash_core.drafter.visibility import TILE, Blocks, SdpaAttention, block_mask, boolean_mask
+
+torch.set_num_threads(1)
+
+
+def rule(blocks: Blocks, S: int, K: int, window: int | None) -> Tensor:
+    """The rules of the paper, cell by cell, by position."""
+    B, N = blocks.anchor.shape
+    seen = torch.zeros(B, N * K, S + N * K, dtype=torch.bool)
+    for b in range(B):
+        for n in range(N):
+            if not blocks.valid[b, n]:
+                continue
+            anchor, start = int(blocks.anchor[b, n]), int(blocks.start[b, n])
+            for slot in range(K):
+                for s in range(start, anchor):
+                    seen[b, n * K + slot, s] = window is None or anchor + slot - s < window
+                for other in range(K):
+                    causal = window is None or 0 <= slot - other < window
+                    seen[b, n * K + slot, S + n * K + other] = causal
+    return seen
+
+
+def random_blocks(source: random.Random, B: int, N: int, S: int, documents: int) -> Blocks:
+    """Sorted anchors in rows of packed documents, some blocks padding."""
+    rows = []
+    for _ in range(B):
+        bounds = [0, *sorted(source.sample(range(1, S), documents - 1)), S]
+        real = source.randint(N // 2, N)
+        drawn = sorted(source.randrange(S) for _ in range(real))
+        row = []
+        for anchor in drawn:
+            document = max(i for i in range(documents) if bounds[i] <= anchor)
+            row.append((anchor, bounds[document], bounds[document + 1], 1))
+        rows.append(row + [(0, 0, 0, 0)] * (N - real))
+    anchor, start, end, valid = torch.tensor(rows).unbind(-1)
+    return Blocks(anchor, start, end, valid > 0)
+
+
+def materialised(mask: BlockMask, Q: int, keys: int) -> tuple[Tensor, int]:
+    """The cells a flex kernel would let through: whole tiles unasked, partial ones through mask_mod. And its tiles."""
+    B, _, tiles = mask.kv_num_blocks.shape
+    seen = torch.zeros(B, tiles * TILE, -(-keys // TILE) * TILE, dtype=torch.bool)
+    visited = 0
+    for b in range(B):
+        for i in range(tiles):
+            q = torch.arange(i * TILE, (i + 1) * TILE)
+            part = mask.kv_indices[b, 0, i, : mask.kv_num_blocks[b, 0, i]].tolist()
+            assert mask.full_kv_num_blocks is not None
+            assert mask.full_kv_indices is not None
+            whole = mask.full_kv_indices[b, 0, i, : mask.full_kv_num_blocks[b, 0, i]].tolist()
+            assert not set(part) & set(whole)
+            visited += len(part) + len(whole)
+            for j in part:
+                kv = torch.arange(j * TILE, (j + 1) * TILE)
+                cells = mask.mask_mod(torch.tensor(b), torch.tensor(0), q[:, None], kv[None])
+                seen[b, i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE] = cells
+            for j in whole:
+                seen[b, i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE] = True
+    return seen[:, :Q, :keys], visited
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 40])
+@pytest.mark.parametrize("documents", [1, 3])
+def test_the_predicate_is_the_rule(window: int | None, documents: int) -> None:
+    source = random.Random(f"{window} {documents}")
+    for K in (2, 4, 5):
+        blocks = random_blocks(source, 2, 6, 30, documents)
+        assert torch.equal(boolean_mask(blocks, (30, K), window), rule(blocks, 30, K, window))
+
+
+@pytest.mark.parametrize("window", [None, 5, 60, 300])
+@pytest.mark.parametrize("documents", [1, 4])
+def test_the_block_mask_lets_through_exactly_the_boolean_mask(window: int | None, documents: int) -> None:
+    source = random.Random(f"{window} {documents}")
+    for S, N, K in ((256, 32, 8), (300, 23, 16), (511, 50, 10), (40, 3, 4), (700, 9, 130)):
+        blocks = random_blocks(source, 2, N, S, documents)
+        seen, _ = materialised(block_mask(blocks, (S, K), window), N * K, S + N * K)
+        assert torch.equal(seen, boolean_mask(blocks, (S, K), window)), (S, N, K)
+
+
+def test_a_row_without_any_real_block_visits_no_tile() -> None:
+    blocks = Blocks(*(torch.zeros(1, 16, dtype=torch.int64) for _ in range(3)), torch.zeros(1, 16, dtype=torch.bool))
+    seen, visited = materialised(block_mask(blocks, (256, 16), None), 256, 512)
+    assert visited == 0
+    assert not seen.any()
+
+
+def test_tiles_that_no_block_reaches_are_left_out_and_inner_ones_are_not_evaluated() -> None:
+    anchor = torch.arange(0, 2048, 16)[None]
+    blocks = Blocks(anchor, torch.zeros_like(anchor), torch.full_like(anchor, 2048), anchor >= 0)
+    full, windowed = (block_mask(blocks, (2048, 16), window) for window in (None, 256))
+    every = 16 * 32
+    assert materialised(full, 2048, 4096)[1] <= 16 * 17 / 2 + 16
+    assert full.full_kv_num_blocks is not None
+    assert int(full.full_kv_num_blocks.sum()) == 16 * 15 / 2
+    assert materialised(windowed, 2048, 4096)[1] < every / 8
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Softmax attention with zeros where nothing is seen."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~seen[:, None], -1e30)
+    weights = torch.softmax(scores, -1) * seen.any(-1)[:, None, :, None]
+    return weights @ value
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_sliced_sdpa_equals_attention_under_the_whole_mask(window: int | None) -> None:
+    source = random.Random(0)
+    torch.manual_seed(0)
+    S, N, K = 90, 70, 8  # three calls of SDPA, the last one smaller
+    blocks = random_blocks(source, 2, N, S, 2)
+    query, key, value = (
+        torch.randn(2, heads, tokens, 8, dtype=torch.float64, requires_grad=True)
+        for heads, tokens in ((4, N * K), (2, S + N * K), (2, S + N * K))
+    )
+    ours = SdpaAttention(blocks, (S, K), [None, window])(query, key, value, window)
+    theirs = plain(query, key, value, boolean_mask(blocks, (S, K), window))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    weights = torch.randn_like(ours)
+    gradients = [torch.autograd.grad((out * weights).sum(), (query, key, value)) for out in (ours, theirs)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_padding_blocks_get_zeros_and_finite_gradients(dtype: torch.dtype) -> None:
+    anchor = torch.tensor([[3, 6, 0, 0]])
+    blocks = Blocks(
+        anchor, torch.zeros_like(anchor), torch.full_like(anchor, 8), torch.tensor([[True, True, False, False]])
+    )
+    query, key = (torch.randn(1, 2, n, 4).to(dtype).requires_grad_() for n in (16, 24))
+    out = SdpaAttention(blocks, (8, 4), [None])(query, key, key, None)
+    out.float().square().sum().backward()  # type: ignore[no-untyped-call]
+    assert out[:, :, 8:].eq(0).all()
+    assert query.grad is not None
+    assert key.grad is not None
+    assert query.grad[:, :, 8:].eq(0).all()
+    assert query.grad.isfinite().all()
+    assert key.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_and_sdpa_agree_where_flex_runs_here() -> None:
+    """Eager flex on the CPU: forward only, but with the same BlockMask that CUDA gets."""
+    torch.manual_seed(0)
+    S, N, K = 150, 16, 8
+    blocks = random_blocks(random.Random(1), 1, N, S, 2)
+    query, key, value = torch.randn(1, 2, N * K, 16), torch.randn(1, 2, S + N * K, 16), torch.randn(1, 2, S + N * K, 16)
+    for window in (None, 40):
+        ours = SdpaAttention(blocks, (S, K), [window])(query, key, value, window)
+        theirs = flex_attention(query, key, value, block_mask=block_mask(blocks, (S, K), window))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
