@@ -6,7 +6,6 @@ its docstring. Nothing below this module reads the environment (boto3 itself rea
 
 import os
 import tomllib
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -226,17 +225,17 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     export: Export = Export()
 
-    @cached_property
+    @property
     def tokenizer_path(self) -> Path:
         """The folder of the tokenizer that renders the completions."""
         return self.tokenization.tokenizer or self.target.path
 
-    @cached_property
+    @property
     def min_supervised_tokens(self) -> int:
         """Fewest supervised tokens a row may have to be kept."""
         return self.tokenization.min_supervised_tokens or 2 * self.drafter.block_size
 
-    @cached_property
+    @property
     def gamma(self) -> float:
         """Decay constant of the slot weights (section 3 of the paper: 7, 5, 4 for block sizes 16, 10, 8)."""
         if self.training.gamma is not None:

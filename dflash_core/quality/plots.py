@@ -4,7 +4,8 @@ Drawn with matplotlib's object interface on Agg: no pyplot, no global state, saf
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,12 +26,14 @@ WORST_FILES = 10
 
 
 def file_plot(statistics: FileStatistics) -> bytes:
-    """One small picture of a file: supervised tokens, lengths, and what became of its rows."""
-    figure = _figure(9.6, 2.7)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
-    supervised_axes(left, statistics)
-    lengths_axes(middle, statistics)
-    rows_axes(right, statistics)
+    """One small picture of a file: supervised tokens, lengths, and what became of its rows.
+
+    Drawn for every one of maybe thousands of files, hence with fixed places instead of a layout engine.
+    """
+    figure = _figure(9.6, 2.7, layout=None)
+    supervised_axes(figure.add_axes((0.055, 0.19, 0.335, 0.68)), statistics)
+    lengths_axes(figure.add_axes((0.455, 0.19, 0.215, 0.68)), statistics)
+    rows_axes(figure.add_axes((0.815, 0.19, 0.175, 0.68)), statistics)
     return _png(figure)
 
 
@@ -46,13 +49,6 @@ def merged_plot(merged: MergedStatistics, files: Sequence[FileStatistics]) -> by
     finish_axes(ends, merged)
     lost_axes(lost, merged)
     worst_files_axes(worst, files)
-    return _png(figure)
-
-
-def picture(width: float, height: float, draw: Callable[[Axes], None]) -> bytes:
-    """A picture with a single panel, sizes in inches."""
-    figure = _figure(width, height)
-    draw(figure.subplots())
     return _png(figure)
 
 
@@ -132,8 +128,9 @@ def _histogram_axes(axes: Axes, counts: Histogram, spike: Spike | None) -> None:
     plain, special = (
         np.bincount(bins[where], rows[where], minlength=len(edges) - 1) for where in (~in_spike, in_spike)
     )
-    axes.bar(edges[:-1], plain, width=step, align="edge", color=BLUE, linewidth=0)
-    axes.bar(edges[:-1], special, width=step, align="edge", color=RED, bottom=plain, linewidth=0)
+    axes.stairs(plain, edges, fill=True, color=BLUE, linewidth=0)
+    if special.any():
+        axes.stairs(plain + special, edges, baseline=plain, fill=True, color=RED, linewidth=0)
     axes.set_xlim(0, edges[-1])
     axes.set_ylim(0, 1.12 * float((plain + special).max()))
     notes = [f"median {quantiles(counts)['median']:,} (dashed)"]
@@ -177,7 +174,7 @@ def _bars(axes: Axes, rows: Mapping[str, int], colours: Mapping[str, str], title
         text = f" {count:,} ({100 * count / max(1, rendered):.1f} %)"
         axes.text(count, place, text, va="center", ha="left", fontsize=7.5, color=INK)
     axes.set_yticks(places, [_short(name, 24) for name in shown])
-    axes.set_xlim(0, 1.45 * max(1, *shown.values(), 0))
+    axes.set_xlim(0, 1.75 * max(1, *shown.values(), 0))
     axes.set_ylim(max(len(shown), 4) - 0.5, -0.5)
     _decorate(axes, title, "rows", "")
     axes.grid(visible=False, axis="y")
@@ -190,7 +187,7 @@ def _decorate(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_xlabel(x, fontsize=8, color=MUTED)
     axes.set_ylabel(y, fontsize=8, color=MUTED)
     axes.tick_params(labelsize=7.5, colors=MUTED, length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
@@ -198,8 +195,8 @@ def _decorate(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines["bottom"].set_color(GRID)
 
 
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor="white")
+def _figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
+    figure = Figure(figsize=(width, height), dpi=100, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 

@@ -1,0 +1,76 @@
+"""Pictures are real, small and drawn for any data; the report is one file with every text escaped."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dflash_core.quality.flags import Flag
+from dflash_core.quality.gate import judge
+from dflash_core.quality.plots import file_plot, merged_plot
+from dflash_core.quality.report import training_set_report
+from dflash_core.quality.statistics import FileStatistics, merge_statistics
+from dflash_core.recipe import Gate
+from dflash_core.records import StoredObject, TrainingSet
+
+Make = Callable[..., FileStatistics]
+GOOD = [40 + 3 * i for i in range(100)]
+EVIL = '<script>alert("x")</script>'
+
+
+@pytest.fixture
+def files(make_file: Make, row: Make) -> list[FileStatistics]:
+    lossy = [row(s, flags=int(Flag.TRUNCATED_BY_LENGTH | Flag.THOUGHT), finish_reason=EVIL) for s in GOOD]
+    return [
+        make_file("good", [row(s) for s in GOOD]),
+        make_file("spiky", [row(6, dropped="too few supervised tokens", row_id=EVIL)] * 90 + [row(s) for s in GOOD]),
+        make_file("lossy $x^$", lossy, [EVIL, "a reason " * 20, *(f"reason {i}" for i in range(12))]),
+        make_file("empty", []),
+        make_file("one", [row(0)]),
+        make_file("huge", [row(1_000_000), row(3)]),
+    ]
+
+
+def test_every_file_has_a_small_picture(files: list[FileStatistics]) -> None:
+    for file in files:
+        picture = file_plot(file)
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) <= 60_000, file.partition
+
+
+def test_pictures_are_the_same_in_threads(files: list[FileStatistics]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(file_plot, files)) == [file_plot(file) for file in files]
+
+
+def test_the_merged_picture_is_drawn_with_and_without_rows(files: list[FileStatistics]) -> None:
+    for some in (files, files[3:4], []):
+        assert merged_plot(merge_statistics(some), some).startswith(b"\x89PNG")
+
+
+def test_the_report_needs_nothing_else_and_escapes_everything(files: list[FileStatistics]) -> None:
+    merged = merge_statistics(files)
+    frozen = TrainingSet(
+        hash="0123",
+        recipe=EVIL,
+        fingerprint=EVIL,
+        shards=(),
+        missing=(EVIL,),
+        coverage=0.5,
+        rows_read=merged.rows_read,
+        rows_kept=merged.rows_kept,
+        rows_rejected=merged.rows_read - merged.rows_kept,
+        reject_reasons={},
+        tokens=merged.tokens,
+        supervised_tokens=merged.supervised_tokens,
+        statistics=StoredObject(key="", size=0, sha256=""),
+        verdict=judge(Gate(), merged, files, 7, [EVIL]),
+    )
+    page = training_set_report(frozen, merged, files)
+    assert EVIL not in page
+    assert "<script" not in page
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    for reason in ("gate failed", "spike at 6 tokens", "too few supervised tokens", "lossy $x^$"):
+        assert reason in page
+    assert page.count("data:image/png") == 4
