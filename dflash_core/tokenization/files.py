@@ -7,6 +7,7 @@ twice is harmless, and a file whose manifest still fits is skipped after two sma
 import json
 import logging
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from dflash_core.quality.statistics import FileStatistics, RenderedRows, file_st
 from dflash_core.recipe import Recipe
 from dflash_core.records import Reject, ShardManifest, SourceFile
 from dflash_core.storage.store import Download, Stores
-from dflash_core.tokenization.backends import HuggingFace
+from dflash_core.tokenization.backends import HuggingFace, choose_backend
+from dflash_core.tokenization.batch_encoder import BatchEncoder, Item
 from dflash_core.tokenization.fingerprint import fingerprint_of
 from dflash_core.tokenization.policies import apply_policies
 from dflash_core.tokenization.rows import ExactEncoder, Row, RowBatch, batch_of
@@ -49,6 +51,10 @@ class FileDone:
     seconds: float
 
 
+class AuditFailed(Exception):
+    """The fast path and the reference disagree about a row."""
+
+
 @dataclass(frozen=True)
 class TokenizedFile:
     """What one file becomes, before it is stored."""
@@ -71,7 +77,11 @@ class FileTokenizer:
         self.recipe = recipe
         tokenizer = load_tokenizer(recipe)
         renderer = TurnRenderer(tokenizer, supervise_empty_thought=recipe.tokenization.supervise_empty_thought)
-        self.exact = ExactEncoder(renderer, HuggingFace(tokenizer.reference))
+        self.reference = ExactEncoder(renderer, HuggingFace(tokenizer.reference), whole=True)
+        backend = choose_backend(tokenizer, recipe.tokenization.backend)
+        self.encoder: BatchEncoder | None = BatchEncoder(renderer, backend)
+        """None once an audit has failed: everything is done by the reference from then on."""
+        self._audited = False
         self.fingerprint = fingerprint_of(recipe, tokenizer.content_hash)
 
     def tokenize(self, body: bytes, source: SourceFile, sha256: str) -> TokenizedFile:
@@ -80,11 +90,26 @@ class FileTokenizer:
         Raises:
             UnreadableFile: the file is broken as a whole, or not one row survives.
         """
+        try:
+            return self._tokenize(body, source, sha256)
+        except AuditFailed as failed:
+            backend = self.encoder.backend.name if self.encoder else ""
+            log.warning(
+                "%s: %s gives other ids than the reference for %s; this file and all further ones are tokenized by the "
+                "reference, which is slower",
+                source.uri,
+                backend,
+                failed,
+            )
+            self.encoder = None
+            return self._tokenize(body, source, sha256)
+
+    def _tokenize(self, body: bytes, source: SourceFile, sha256: str) -> TokenizedFile:
         reading = CompletionFile(body, source.uri)
         rejects: list[Reject] = []
         batches: list[RowBatch] = []
         for completions in _chunks(reading, rejects):
-            rows = [row for completion in completions for row in self._rows(completion, rejects)]
+            rows = self._rows(completions, rejects)
             if rows:
                 batches.append(apply_policies(batch_of(rows), self.recipe))
         rejects.sort(key=lambda reject: reject.line)
@@ -106,13 +131,41 @@ class FileTokenizer:
             reject_reasons=dict(sorted(reasons.items())),
         )
 
-    def _rows(self, completion: Completion, rejects: list[Reject]) -> Iterator[Row]:
-        turns = completion.turns if self.recipe.tokenization.turns == "all" else completion.turns[-1:]
-        for turn in turns:
-            try:
-                yield self.exact.encode(completion, turn)
-            except Refused as refused:
-                rejects.append(Reject(line=completion.line, reason=refused.reason, detail=refused.detail))
+    def _rows(self, completions: Sequence[Completion], rejects: list[Reject]) -> list[Row]:
+        every = self.recipe.tokenization.turns == "all"
+        items = [(c, turn) for c in completions for turn in (c.turns if every else c.turns[-1:])]
+        if self.encoder is None:
+            results = [self._refer(item) for item in items]
+        else:
+            results = self.encoder.encode(items)
+            self._audit(items, results)
+        rows = []
+        for (completion, _), result in zip(items, results, strict=True):
+            if isinstance(result, Refused):
+                rejects.append(Reject(line=completion.line, reason=result.reason, detail=result.detail))
+            else:
+                rows.append(result)
+        return rows
+
+    def _refer(self, item: Item) -> Row | Refused:
+        try:
+            return self.reference.encode(*item)
+        except Refused as refused:
+            return refused
+
+    def _audit(self, items: Sequence[Item], results: Sequence[Row | Refused]) -> None:
+        """Do a share of the rows again by the reference, the process's first row always.
+
+        Raises:
+            AuditFailed: a row differs.
+        """
+        below = int(self.recipe.tokenization.audit_share * (1 << 32))
+        for item, result in zip(items, results, strict=True):
+            name = item[0].turn_id(item[1])
+            if zlib.crc32(name.encode("utf8", "replace")) < below or not self._audited:
+                self._audited = True
+                if not _equal(result, self._refer(item)):
+                    raise AuditFailed(f"row {name} in line {item[0].line}")
 
     def _metadata(self, source: SourceFile, sha256: str, statistics: FileStatistics) -> dict[str, str]:
         counts = {name: getattr(statistics, name) for name in ("rows_read", "rows_kept", "tokens", "supervised_tokens")}
@@ -248,6 +301,13 @@ def _chunks(reading: CompletionFile, rejects: list[Reject]) -> Iterator[list[Com
             chunk = []
     if chunk:
         yield chunk
+
+
+def _equal(a: Row | Refused, b: Row | Refused) -> bool:
+    if isinstance(a, Refused) or isinstance(b, Refused):
+        return isinstance(a, Refused) and isinstance(b, Refused) and a.reason == b.reason
+    same = (a.row_id, a.finish_reason, a.flags, a.start, a.end) == (b.row_id, b.finish_reason, b.flags, b.start, b.end)
+    return same and np.array_equal(a.ids, b.ids)
 
 
 def _nothing_kept(source: SourceFile, rows_read: int, reasons: Counter[str]) -> str:

@@ -6,7 +6,7 @@ terminator.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -74,11 +74,13 @@ def batch_of(rows: Sequence[Row]) -> RowBatch:
 class ExactEncoder:
     """The reference path, one turn at a time: the template rendered in full, every boundary checked."""
 
-    def __init__(self, renderer: TurnRenderer, backend: Backend) -> None:
+    def __init__(self, renderer: TurnRenderer, backend: Backend, *, whole: bool = False) -> None:
+        """`whole` encodes each row in one piece, cut nowhere: slower, and what a cut is compared with."""
+        self._whole = whole
         self.renderer = renderer
         self.backend = backend
         self.terminator = renderer.tokenizer.added[renderer.end.terminator]
-        self._literal = lru_cache(maxsize=256)(self._encode)
+        self.literal = lru_cache(maxsize=256)(self._encode)
 
     def encode(self, completion: Completion, turn: int) -> Row:
         """The row of one turn.
@@ -88,14 +90,17 @@ class ExactEncoder:
         """
         if completion.completion_token_ids is not None and turn == len(completion.messages) - 1:
             return self._engine_row(completion, turn)
-        return self._text_row(self.renderer.render(completion, turn))
+        return self.text_row(self.renderer.render(completion, turn))
 
-    def _text_row(self, text: TurnText) -> Row:
+    def text_row(self, text: TurnText) -> Row:
+        """The row of a rendered turn; raises Refused like `encode`."""
+        if self._whole:
+            text = replace(text, head="", tail=text.head + text.tail, rest=text.head + text.rest)
         head, rest = self._encode(text.head), self._encode(text.rest)
         start = len(head) + self._prompt_part(text, rest)
         ids, end = [*head, *rest], len(head) + len(rest)
         if text.terminated:
-            after = self._literal(self.renderer.end.after)
+            after = self.literal(self.renderer.end.after)
             end -= len(after)
             if not self.renderer.end.written:
                 ids.append(self.terminator)
@@ -107,7 +112,7 @@ class ExactEncoder:
     def _prompt_part(self, text: TurnText, rest: tuple[int, ...]) -> int:
         """Tokens of `rest` before the first supervised one."""
         known = text.tail + text.scaffold
-        expected = self._literal(known) if len(known) < 1024 else self._encode(known)
+        expected = self.literal(known) if len(known) < 1024 else self._encode(known)
         if rest[: len(expected)] != expected:
             raise Refused("boundary unstable", "the answer's first token reaches into the prompt")
         if not text.scaffold_counts or not text.scaffold:
@@ -125,7 +130,7 @@ class ExactEncoder:
         flags, finish_reason = Flag.ENGINE_IDS, completion.finish_reason
         try:
             text = self.renderer.render(completion, turn)
-            row = self._text_row(text)
+            row = self.text_row(text)
             flags |= Flag(text.flags) & ~Flag.NO_TERMINATOR
             flags |= Flag.DRIFT if not np.array_equal(row.ids[: row.end], ids) else Flag(0)
         except Refused:
@@ -137,6 +142,8 @@ class ExactEncoder:
     def _encode(self, text: str) -> tuple[int, ...]:
         if not self.renderer.is_protected(text):
             return tuple(self.backend.encode([text])[0].tolist())
+        if not self.renderer.cuttable >= self.renderer.tokenizer.special:
+            raise Refused("control tokens in content", "this tokenizer cannot encode them apart from the rest")
         found: list[int] = []
         for piece in self.renderer.split_structure(text):
             protected = self.renderer.is_protected(piece)

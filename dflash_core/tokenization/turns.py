@@ -14,6 +14,7 @@ from dflash_core.completions.normalize import THINK_CLOSE, THINK_OPEN
 from dflash_core.completions.record import Completion, Json, Message, Refused
 from dflash_core.errors import RecipeError
 from dflash_core.quality.flags import Flag
+from dflash_core.tokenization.edges import cuttable_tokens
 from dflash_core.tokenization.template import template_message
 from dflash_core.tokenization.tokenizer import ChatTokenizer
 
@@ -83,6 +84,7 @@ class TurnRenderer:
         self._supervise_empty_thought = supervise_empty_thought
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._added = _alternation(tokenizer.added)
+        self.cuttable = cuttable_tokens(tokenizer)
         self._special = _alternation(tokenizer.special)
         self._private = {token: chr(PRIVATE_BASE + i) for i, token in enumerate(sorted(tokenizer.special))}
         self._spelled = {private: token for token, private in self._private.items()}
@@ -109,7 +111,8 @@ class TurnRenderer:
         if not added.startswith(layout.lead) or not added.endswith(layout.closing):
             raise Refused("boundary unstable", "the template renders this turn in another layout")
         _check_recorded(answer, added)
-        text = full[: len(full) - len(layout.closing)] if cut else full
+        # A terminator that the next message would print is appended to the ids instead.
+        text = full[: len(full) - len(layout.closing)] if cut or not self.end.written else full
         scaffold = "" if layout.prompted and not _is_empty_thought(layout.lead, answer) else layout.lead
         edge = self._edge(prompt[:boundary])
         return TurnText(
@@ -131,7 +134,7 @@ class TurnRenderer:
 
     def is_protected(self, text: str) -> bool:
         """Whether the text holds control tokens that are content."""
-        return any(character in text for character in self._spelled)
+        return not text.isascii() and any(character in text for character in self._spelled)
 
     def split_structure(self, text: str) -> list[str]:
         """Cut the text at every control token that is structure; odd pieces are those tokens."""
@@ -185,10 +188,10 @@ class TurnRenderer:
         return self.tokenizer.template.render(given, tools, add_generation_prompt=False)
 
     def _edge(self, prompt: str) -> int:
-        """Where the prompt's last added token ends; 0 if it has none."""
+        """Where the prompt's last token ends behind which a text may be cut; 0 if it has none."""
         edge = 0
         for match in self._added.finditer(prompt) if self._added else ():
-            edge = match.end()
+            edge = match.end() if match.group() in self.cuttable else edge
         return edge
 
     def _protect(
