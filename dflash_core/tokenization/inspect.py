@@ -26,8 +26,8 @@ from dflash_core.tokenization.fingerprint import fingerprint
 from dflash_core.tokenization.shards import read_shard
 from dflash_core.tokenization.tokenizer import load_tokenizer
 
-SUPERVISED = ("white on #1b5e3a", "white on #24784b")
-"""Two shades in turn, so that tokens can be told apart."""
+SUPERVISED = ("bold green", "bold cyan")
+"""Two colours in turn, so that tokens can be told apart; both are legible on dark and on light."""
 CONTEXT = "dim"
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: #1f2933; background: #f5f7f9; margin: 24px; }
@@ -111,7 +111,7 @@ def inspect_row(recipe: Recipe, address: str) -> InspectedRow:
 
 
 def to_terminal(row: InspectedRow) -> RenderableType:
-    """For rich: context dim, supervised tokens on green; control characters are made visible, never sent."""
+    """For rich: context dim, supervised tokens in colour; control characters are made visible, never sent."""
     body = Text()
     for number, piece in enumerate(row.pieces):
         body.append(_visible(piece.text, piece.supervised), SUPERVISED[number % 2] if piece.supervised else CONTEXT)
