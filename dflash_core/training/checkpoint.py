@@ -4,8 +4,9 @@
     <folder>/latest.json       {"checkpoints": [{"step": 200, "sha256": "<of state.json>"}, ...]}, newest last
 
 `state.json` holds the sha256 of every other file. Each file is written aside and fsynced, the folder is renamed, its
-parent fsynced, and only then the pointer replaced. A checkpoint belongs to one run; what it was made from (`identity`) is
-compared field by field before anything is loaded. The trade-off: each save writes everything anew, 12 bytes a parameter.
+parent fsynced, and only then the pointer replaced. A checkpoint belongs to one run; what it was made from (`identity`)
+is compared field by field before anything is loaded. The trade-off: each save writes everything anew, 12 bytes a
+parameter.
 """
 
 import json

@@ -78,7 +78,7 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_bytes().splitlines(keepends=True)[:steps_done] if path.exists() else []
         path.write_bytes(b"".join(lines))
-        self._file = path.open("a", encoding="utf8")
+        self._file = path.open("a", buffering=1, encoding="utf8")  # whoever follows the file sees whole lines
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a line."""

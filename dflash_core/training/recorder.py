@@ -1,7 +1,7 @@
 """What the lead rank keeps of a run: metrics as JSON lines, checkpoints on disk and in the object store.
 
-Writing happens in a thread, one checkpoint at a time: training goes on while 12 bytes a parameter are written, hashed and
-uploaded. The price is a copy of them in host memory. In the store a checkpoint is named by a `SavedStep` written last.
+Writing happens in a thread, one checkpoint at a time: training goes on while 12 bytes a parameter are written, hashed
+and uploaded. The price is a copy of them in host memory. In the store a `SavedStep`, written last, names a checkpoint.
 """
 
 import logging

@@ -11,33 +11,29 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import distributed
 
-from dflash_core.batches.cache import RowStore, open_rows
-from dflash_core.batches.loader import Loader, Shape, held_out_batches, split_rows
-from dflash_core.batches.split import uniform_bits
+from dflash_core.batches.cache import open_rows
 from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config, tokenizer_mask_id
-from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, read_state, save_drafter
-from dflash_core.drafter.model import Drafter
-from dflash_core.errors import IncompatibleError, UserError
+from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, save_drafter
+from dflash_core.errors import UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, FileCoverage, RunPointer, TrainingSet
 from dflash_core.storage.store import Store, open_stores
 from dflash_core.storage.transfers import sha256_file, upload_file
 from dflash_core.training.checkpoint import METRICS, CheckpointFolder, Progress, require_tensors
-from dflash_core.training.feed import FeatureFeed, Preparation
 from dflash_core.training.placement import RankPlacement, join, place
 from dflash_core.training.recorder import LeadRecorder, RemoteCheckpoints, resume
-from dflash_core.training.step import COVERAGE_COLUMNS, Learner, rules
-from dflash_core.training.target import load_head, load_target, target_fingerprint
-from dflash_core.training.trainer import Data, Follower, OnStep, Recorder, StopRequest, Trainer
+from dflash_core.training.setup import make_data, make_feed, make_learner, require_fitting
+from dflash_core.training.step import COVERAGE_COLUMNS, Learner
+from dflash_core.training.target import target_fingerprint
+from dflash_core.training.trainer import Follower, OnStep, Recorder, StopRequest, Trainer
 
 Shared = TypeVar("Shared")
 
@@ -57,7 +53,7 @@ NOT_IN_NAME = {
     "skips_before_stop",
     "max_bad_row_share",
 }
-"""Settings that change how a step is computed or watched, not what it computes (their product, rows a step, is named)."""
+"""Settings that change how a step is computed or watched, not what it computes; rows a step enter as a product."""
 
 
 def run_name(recipe: Recipe, training_set: TrainingSet, target_fingerprint: str) -> str:
@@ -178,7 +174,7 @@ def _train(
         lambda: open_rows(files.store, training_set, recipe.storage.work_dir, recipe.storage.downloads),
     )
     config = drafter_config(recipe, read_target_config(recipe.target.path), tokenizer_mask_id(recipe.tokenizer_path))
-    _require_fitting(rows, config, recipe)
+    require_fitting(rows, config, recipe)
     data = make_data(rows, recipe, config, placement)
     learner = make_learner(recipe, config, placement.drafter, len(training_set.shards))
     feed = make_feed(recipe, config, placement)
@@ -195,52 +191,6 @@ def _train(
         recorder.close()
     masters, _ = learner.state()
     return Outcome(progress, config, masters, learner.reduced_coverage())
-
-
-def make_data(rows: RowStore, recipe: Recipe, config: DrafterConfig, placement: RankPlacement) -> Data:
-    """Training and held-out micro-batches of this rank.
-
-    Raises:
-        UserError: no row is left for training.
-    """
-    training = recipe.training
-    split = split_rows(rows, recipe.seed, training.held_out_share)
-    if not len(split.training):
-        raise UserError(
-            f"all {len(rows)} rows of the training set are held out; lower training.held_out_share or add completions"
-        )
-    shape = Shape(training.batch_rows, training.accumulation, placement.rank, placement.ranks)
-    drawn = sorted(split.held_out, key=lambda i: uniform_bits("validation", recipe.seed, rows.row_ids[i]))
-    chosen = np.sort(np.asarray(drawn[: training.validation_rows], dtype=np.int64))
-    return Data(
-        Loader(rows, split.training, recipe.seed, shape),
-        held_out_batches(rows, chosen, shape),
-        Preparation(recipe.seed, training.anchors, config.block_size, training.vocabulary_chunk_rows),
-    )
-
-
-def make_learner(recipe: Recipe, config: DrafterConfig, device: torch.device, files: int) -> Learner:
-    """The drafter with fresh or warm-started weights, the target's ends, and the optimizer, on `device`.
-
-    Raises:
-        IncompatibleError: the drafter to start from has another shape.
-    """
-    drafter = Drafter(config, gradient_checkpointing=recipe.training.gradient_checkpointing)
-    drafter.initialize(recipe.seed)
-    warm_start = recipe.drafter.warm_start
-    if warm_start is not None:
-        _require_same_shape(config, read_config(warm_start), warm_start)
-        drafter.load_state_dict(read_state(warm_start, config))
-    how = rules(recipe.training, recipe.gamma, device)
-    head = load_head(recipe.target.path, how.autocast or torch.float32, device)
-    return Learner(drafter.to(device), head, how, files)
-
-
-def make_feed(recipe: Recipe, config: DrafterConfig, placement: RankPlacement) -> FeatureFeed:
-    """This rank's targets, and slots between them and the drafter."""
-    dtype = getattr(torch, recipe.target.dtype)
-    targets = [load_target(recipe.target.path, config.target_layer_ids, dtype, device) for device in placement.targets]
-    return FeatureFeed(targets, placement.drafter, placement.slots_per_target)
 
 
 def _continue(learner: Learner, files: RunFiles, placement: RankPlacement) -> Progress:
@@ -315,33 +265,6 @@ def _identity(recipe: Recipe, training_set: TrainingSet, fingerprint: str, place
         "training.batch_rows": str(recipe.training.batch_rows),
         "training.accumulation": str(recipe.training.accumulation),
     }
-
-
-def _require_fitting(rows: RowStore, config: DrafterConfig, recipe: Recipe) -> None:
-    largest = rows.largest_id()
-    if largest >= config.vocab_size:
-        raise IncompatibleError(
-            f"the training set holds token id {largest}, but the target {recipe.target.path} has {config.vocab_size} "
-            "tokens; tokenize with the target's own tokenizer"
-        )
-
-
-def _require_same_shape(ours: DrafterConfig, theirs: DrafterConfig, folder: Path) -> None:
-    """A warm start must be the same network: rope, mask token and captured layers included."""
-    ignored = {
-        "dtype",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-    }
-    for key, value in asdict(ours).items():
-        if key not in ignored and asdict(theirs)[key] != value:
-            raise IncompatibleError(
-                f"drafter.warm_start {folder} has {key} = {asdict(theirs)[key]}, the recipe's drafter {value}; make them "
-                "equal"
-            )
 
 
 def _folder_sha256(folder: Path) -> str:

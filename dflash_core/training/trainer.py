@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import distributed
@@ -27,14 +28,22 @@ BAD_ROWS_TOLERATED = 16
 
 
 class StopRequest:
-    """Set from a signal handler; the loop ends after the step it is in."""
+    """Asks the loop to end after the step it is in; from a signal handler, or through a file from another process."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._asked = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody asked."""
+        return self._asked or (self._file is not None and self._file.exists())
 
     def ask(self) -> None:
         """End after this step."""
-        self.asked = True
+        self._asked = True
+        if self._file is not None:
+            self._file.touch()
 
 
 class Recorder(Protocol):
