@@ -85,7 +85,7 @@ class RowStore:
 
     def row(self, index: int) -> Row:
         """Row `index` of the training set."""
-        file = self.files[index]
+        file = int(self.files[index])
         return self._shards[file].row(int(index - self._first[file]))
 
     def largest_id(self) -> int:
