@@ -1,0 +1,197 @@
+"""Drafting changes the speed of the target's output, never the output; and the counts are those of serving engines."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_core.drafter.model import Drafter
+from dflash_core.evaluation.acceptance import acceptance_length, add, conditional_acceptance
+from dflash_core.evaluation.decode import Generation, Sampling, generate, generate_plain, verify
+from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft, Proposal
+from dflash_core.evaluation.ngram import NgramModel
+from dflash_core.evaluation.target import VerifyingTarget
+
+MakeTarget = Callable[..., VerifyingTarget]
+PROMPT = list(range(5, 15))
+GREEDY = Sampling(60, frozenset())
+
+
+class Prophet:
+    """Knows the output; errs at every `period`-th token, so that every number of accepted drafts occurs."""
+
+    def __init__(self, output: tuple[int, ...], block_size: int, period: int) -> None:
+        self.block_size, self._output, self._period = block_size, output, period
+        self.features: list[Tensor] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self._seen = 0
+        self.features = []
+
+    def observe(self, tokens: Tensor, features: Tensor) -> None:
+        self._seen += tokens.shape[1]
+        self.features.append(features[0])
+
+    def propose(self, anchor: int, generator: torch.Generator | None) -> Proposal:
+        at = self._seen - len(PROMPT)
+        assert anchor == self._output[at]
+        ahead = [*self._output[at + 1 :], *[0] * self.block_size][: self.block_size - 1]
+        wrong = [(t + 1) % 64 if (at + i) % self._period == self._period - 1 else t for i, t in enumerate(ahead)]
+        return Proposal(torch.tensor(wrong), None)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_greedy_output_is_the_targets_own_token_by_token(
+    make_target: MakeTarget, drafter: Drafter, family: str
+) -> None:
+    target = make_target(family)
+    plain = generate_plain(target, PROMPT, GREEDY)
+    assert len(set(plain.tokens)) > 8
+    counted = NgramModel(3, [np.array([*PROMPT, *plain.tokens], np.int32)])
+    drafts: list[Draft] = [
+        DrafterDraft(drafter, target.embedding, target.lm_head),
+        DrafterDraft(drafter, target.embedding, target.lm_head, block_size=3),
+        DrafterDraft(drafter, target.embedding, target.lm_head, zero_features=True),
+        NgramDraft(counted, 8),
+        Prophet(plain.tokens, 8, 5),
+        Prophet(plain.tokens, 4, 100),
+    ]
+    for draft in drafts:
+        drafted = generate(target, draft, PROMPT, GREEDY)
+        assert drafted.tokens == plain.tokens, draft
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_features_handed_to_the_draft_are_the_outputs_of_the_layers(make_target: MakeTarget, family: str) -> None:
+    target = make_target(family)
+    plain = generate_plain(target, PROMPT, GREEDY)
+    prophet = Prophet(plain.tokens, 6, 4)
+    generate(target, prophet, PROMPT, GREEDY)
+    seen = torch.cat(prophet.features)
+    ids = torch.tensor([[*PROMPT, *plain.tokens]])[:, : len(seen)]
+    with torch.no_grad():
+        states = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    expected = torch.cat((states[0 + 1][0], states[2 + 1][0]), -1)
+    # Linear attention is computed in chunks, in fp32 whatever the model is in: other cuts, other rounding.
+    bound = 2e-3 if family == "qwen3_5" else 2e-5
+    torch.testing.assert_close(seen, expected[: len(seen)], rtol=0, atol=bound)
+
+
+def test_the_counts_are_of_verification_steps(make_target: MakeTarget) -> None:
+    target = make_target("qwen3")
+    plain = generate_plain(target, PROMPT, Sampling(61, frozenset()))
+    perfect = generate(target, Prophet(plain.tokens, 4, 1000), PROMPT, Sampling(61, frozenset()))
+    # The first token comes from the prompt; then 4 tokens a step.
+    assert perfect.histogram == (0, 0, 0, 15)
+    assert acceptance_length(perfect.histogram) == 4
+    hopeless = generate(target, Prophet(plain.tokens, 4, 1), PROMPT, Sampling(61, frozenset()))
+    assert hopeless.histogram == (60, 0, 0, 0)
+    assert acceptance_length(hopeless.histogram) == 1
+
+
+def test_output_ends_with_the_first_stop_token_or_at_the_limit(make_target: MakeTarget) -> None:
+    target = make_target("qwen3")
+    plain = generate_plain(target, PROMPT, GREEDY)
+    for at in (0, 1, 5, 6, 7, 30):
+        stop = plain.tokens[at]
+        sampling = Sampling(60, frozenset({stop}))
+        expected = plain.tokens[: plain.tokens.index(stop) + 1]
+        assert generate_plain(target, PROMPT, sampling).tokens == expected
+        assert generate(target, Prophet(plain.tokens, 8, 100), PROMPT, sampling).tokens == expected
+    for limit in (1, 2, 9):
+        drafted = generate(target, Prophet(plain.tokens, 8, 100), PROMPT, Sampling(limit, frozenset()))
+        assert drafted.tokens == plain.tokens[:limit]
+
+
+def test_a_block_larger_than_trained_is_refused(make_target: MakeTarget, drafter: Drafter) -> None:
+    target = make_target("qwen3")
+    with pytest.raises(ValueError, match="block size 9 exceeds the trained 8"):
+        DrafterDraft(drafter, target.embedding, target.lm_head, block_size=9)
+
+
+def test_acceptance_from_a_histogram() -> None:
+    histogram = add([(2, 1, 0, 4), (1, 0, 1, 1)])
+    assert histogram == (3, 1, 1, 5)
+    assert acceptance_length(histogram) == 1 + 18 / 10
+    assert conditional_acceptance(histogram) == (7 / 10, 6 / 7, 5 / 6)
+    assert acceptance_length((0, 0)) == 1
+    assert conditional_acceptance((3, 0, 0)) == (0, 0)
+
+
+def chi_square(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
+    """The statistic over cells of at least five expected counts (the rest in one), and its 99.9 % quantile.
+
+    The quantile is the approximation of Wilson and Hilferty (1931).
+    """
+    total = sum(counts.values())
+    large = [cell for cell, share in expected.items() if share * total >= 5]
+    pairs = [(counts.get(cell, 0), expected[cell] * total) for cell in large]
+    rest = total - sum(e for _, e in pairs)
+    if rest >= 5:
+        pairs.append((total - sum(o for o, _ in pairs), rest))
+    freedom = len(pairs) - 1
+    quantile = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+    return sum((o - e) ** 2 / e for o, e in pairs), quantile
+
+
+@pytest.mark.parametrize("certain", [False, True], ids=["drawn proposals", "certain proposals"])
+def test_rejection_sampling_keeps_the_distribution(certain: bool) -> None:
+    """The first two tokens of verify must be distributed as the target alone would draw them."""
+    torch.manual_seed(1)
+    logits, q = 2 * torch.randn(3, 5), torch.softmax(2 * torch.randn(2, 5), -1)
+    temperature = 0.7
+    p = torch.softmax(logits / temperature, -1)
+    generator = torch.Generator().manual_seed(0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    first: Counter[tuple[int, ...]] = Counter()
+    for _ in range(12_000):
+        tokens = torch.tensor([1, 3]) if certain else torch.multinomial(q, 1, generator=generator)[:, 0]
+        accepted, following = verify(Proposal(tokens, None if certain else q), logits, temperature, generator)
+        out = [*tokens[:accepted].tolist(), following]
+        first[(out[0],)] += 1
+        if len(out) >= 2:
+            counts[tuple(out[:2])] += 1
+    statistic, quantile = chi_square(first, {(a,): float(p[0, a]) for a in range(5)})
+    assert statistic < quantile
+    # Given that slot 1 stood, slot 2 must follow p_2 whatever slot 1 was.
+    second = Counter({(b,): sum(c for (_, t), c in counts.items() if t == b) for b in range(5)})
+    statistic, quantile = chi_square(second, {(b,): float(p[1, b]) for b in range(5)})
+    assert statistic < quantile
+
+
+def test_sampled_output_has_the_targets_distribution(make_target: MakeTarget, drafter: Drafter) -> None:
+    """Second and third token of a target with six tokens, against their exact probabilities."""
+    V, prompt = 6, [3, 1]
+    target = make_target("qwen3", V)
+    small = Drafter(replace(drafter.config, vocab_size=V, mask_token_id=0))
+    small.load_state_dict(drafter.state_dict())
+    draft = DrafterDraft(small, target.embedding, target.lm_head, block_size=3, temperature=1.0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    histogram = [0, 0, 0]
+    for seed in range(500):
+        drafted = generate(target, draft, prompt, Sampling(3, frozenset(), 1.0, seed))
+        counts[drafted.tokens[1:]] += 1
+        histogram = [a + b for a, b in zip(histogram, drafted.histogram, strict=True)]
+    assert min(histogram) > 30
+    ids = torch.tensor([[*prompt, a, b] for a, b in product(range(V), repeat=2)])
+    with torch.no_grad():
+        p = torch.softmax(target.model(input_ids=ids, use_cache=False).logits[:, 1:], -1).view(V, V, 3, V)
+    joint = torch.einsum("a,ab,abc->bc", p[0, 0, 0], p[:, 0, 1], p[:, :, 2])
+    expected = {(b, c): float(joint[b, c]) for b, c in product(range(V), repeat=2)}
+    statistic, quantile = chi_square(counts, expected)
+    assert statistic < quantile
+
+
+def test_equal_seeds_give_equal_samples(make_target: MakeTarget, drafter: Drafter) -> None:
+    target = make_target("qwen3")
+    draft = DrafterDraft(drafter, target.embedding, target.lm_head, temperature=1.0)
+    outputs: list[Generation] = [
+        generate(target, draft, PROMPT, Sampling(20, frozenset(), 1.0, seed)) for seed in (1, 1, 2)
+    ]
+    assert outputs[0].tokens == outputs[1].tokens != outputs[2].tokens

@@ -1,0 +1,135 @@
+"""A trained run is evaluated on held-out prompts, once, and exported; what does not fit is refused with both values."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from dflash_core.batches.split import is_held_out
+from dflash_core.drafter.export import export_drafter
+from dflash_core.drafter.folder import load_drafter
+from dflash_core.errors import IncompatibleError, ObjectMissing, StorageError, UserError
+from dflash_core.evaluation.evaluate import evaluate_drafter
+from dflash_core.recipe import Evaluation, Export, Recipe
+from dflash_core.records import DrafterEval, DrafterExport
+from dflash_core.storage.store import Store
+from dflash_core.training.run import train_drafter
+from tests.training.conftest import put_training_set, random_rows
+
+MakeRecipe = Callable[..., Recipe]
+ROWS = {f"file{i}": random_rows(i, 20) for i in range(2)}
+
+
+def nothing(*_: object) -> None:
+    """No progress bar."""
+
+
+@pytest.fixture
+def recipe(make_recipe: MakeRecipe, s3: Store) -> Recipe:
+    """A recipe whose run is trained."""
+    put_training_set(s3, ROWS)
+    made = make_recipe(max_steps=2, held_out_share=0.3)
+    train_drafter(made, None, False, nothing)
+    return made.model_copy(update={"evaluation": Evaluation(prompts=5, max_new_tokens=12)})
+
+
+def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Recipe, s3: Store) -> None:
+    seen: list[tuple[int, int]] = []
+    report = evaluate_drafter(recipe, None, lambda done, total: seen.append((done, total)))
+    held_out = {
+        tuple(ids[: spans[0][0]])
+        for rows in ROWS.values()
+        for row_id, ids, spans in rows
+        if is_held_out(recipe.seed, row_id, 0.3)
+    }
+    assert report.prompts == min(5, len(held_out)) > 2
+    assert seen[-1] == (report.prompts, report.prompts)
+    assert report.lossless
+    assert report.tokens == 12 * report.prompts
+    assert report.verification_steps == sum(report.histogram)
+    assert len(report.acceptance_length_per_prompt) == report.prompts
+    assert len(report.conditional_acceptance) == report.block_size - 1
+    for length in (report.acceptance_length, report.acceptance_length_ngram, report.acceptance_length_no_features):
+        assert 1 <= length <= report.block_size
+    assert s3.get_record(f"drafter_eval/{report.run}/report.json", DrafterEval) == report
+
+    again: list[object] = []
+    assert evaluate_drafter(recipe, report.run, lambda *step: again.append(step)) == report
+    assert not again
+    wider = recipe.model_copy(update={"evaluation": Evaluation(prompts=3, max_new_tokens=6)})
+    assert evaluate_drafter(wider, report.run, nothing).tokens == 18
+
+
+def test_sampling_is_evaluated_too(recipe: Recipe) -> None:
+    hot = recipe.model_copy(update={"evaluation": Evaluation(prompts=3, max_new_tokens=8, temperature=1.0)})
+    report = evaluate_drafter(hot, None, nothing)
+    assert (report.temperature, report.tokens, report.lossless) == (1.0, 24, False)
+
+
+def test_an_export_is_the_published_folder_in_both_places(recipe: Recipe, s3: Store, tmp_path: Path) -> None:
+    local = tmp_path / "out" / "drafter"
+    recipe = recipe.model_copy(update={"export": Export(local_dir=local)})
+    bare = export_drafter(recipe, None)
+    assert "had not been run" in (local / "README.md").read_text()
+    report = evaluate_drafter(recipe, None, nothing)
+    export = export_drafter(recipe, report.run)
+    names = ["config.json", "model.safetensors", "README.md"]
+    assert [f.key.rsplit("/", 1)[1] for f in export.files] == names
+    assert export.files[:2] == bare.files[:2]
+    for stored, name in zip(export.files, names, strict=True):
+        assert s3.read(stored) == (local / name).read_bytes()
+    assert s3.get_record(f"drafter_export/{report.run}/manifest.json", DrafterExport) == export
+    assert sorted(f.name for f in local.iterdir()) == sorted([*names, "manifest.json"])
+    assert [f.name for f in local.parent.iterdir()] == ["drafter"]
+    card = (local / "README.md").read_text()
+    for value in (report.run, export.training_set, f"{report.acceptance_length:.2f}", "| tokens |"):
+        assert value in card
+    assert json.loads((local / "config.json").read_text())["dtype"] == "bfloat16"
+    assert all(t.dtype == torch.bfloat16 for t in load(s3.read(export.files[1])).values())
+    assert load_drafter(local).config.mask_token_id == 96
+
+
+def test_an_export_in_fp32_comes_back_bit_for_bit(recipe: Recipe, s3: Store, tmp_path: Path) -> None:
+    recipe = recipe.model_copy(update={"export": Export(dtype="float32", local_dir=tmp_path / "drafter")})
+    export = export_drafter(recipe, None)
+    masters = load(s3.get(f"drafter_checkpoint/{export.run}/model.safetensors").body)
+    exported = load_drafter(tmp_path / "drafter").state_dict()
+    assert masters.keys() == exported.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in masters.items())
+
+
+def test_an_export_never_replaces_foreign_files(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(StorageError, match=r"holds files but no manifest\.json"):
+        export_drafter(recipe.model_copy(update={"export": Export(local_dir=tmp_path / "mine")}), None)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+    assert sorted(f.name for f in tmp_path.iterdir() if f.name.startswith(".")) == []
+
+
+def test_another_target_is_refused_with_both_values(recipe: Recipe, tmp_path: Path) -> None:
+    other = tmp_path / "target"
+    other.mkdir()
+    for file in recipe.target.path.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 48}))
+    moved = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": other})})
+    with pytest.raises(IncompatibleError, match=r"hidden size 32, this target has 48"):
+        export_drafter(moved, None)
+    with pytest.raises(IncompatibleError, match=r"was trained with target \w{12}, .* is \w{12}"):
+        evaluate_drafter(moved, None, nothing)
+
+
+def test_without_a_run_or_a_held_out_prompt_the_sentence_says_what_to_do(make_recipe: MakeRecipe, s3: Store) -> None:
+    for call in (lambda: export_drafter(make_recipe(), None), lambda: evaluate_drafter(make_recipe(), "r9", nothing)):
+        with pytest.raises(ObjectMissing, match="train a drafter first"):
+            call()
+    put_training_set(s3, ROWS)
+    made = make_recipe(max_steps=1, held_out_share=0.0)
+    train_drafter(made, None, False, nothing)
+    with pytest.raises(UserError, match=r"raise training\.held_out_share"):
+        evaluate_drafter(made, None, nothing)
