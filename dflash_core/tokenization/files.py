@@ -9,7 +9,7 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_BATCH = 512
 TOP_REASONS = 3
+MAX_LISTINGS = 8
+"""Files asked for one by one; for more the whole folder is listed."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class FileTokenizer:
         self.encoder: BatchEncoder | None = BatchEncoder(renderer, backend)
         """None once an audit has failed: everything is done by the reference from then on."""
         self._audited = False
+        self.on_progress: Callable[[], None] = _nobody
+        """Called after every batch of rows."""
         self.fingerprint = fingerprint_of(recipe, tokenizer.content_hash)
 
     def tokenize(self, body: bytes, source: SourceFile, sha256: str) -> TokenizedFile:
@@ -110,6 +114,7 @@ class FileTokenizer:
         batches: list[RowBatch] = []
         for completions in _chunks(reading, rejects):
             rows = self._rows(completions, rejects)
+            self.on_progress()
             if rows:
                 batches.append(apply_policies(batch_of(rows), self.recipe))
         rejects.sort(key=lambda reject: reject.line)
@@ -226,7 +231,18 @@ class Names:
         return f"tokenized_shards/{self.fingerprint}/{self.partition}.json"
 
 
-def find_done(stores: Stores, names: Names, source: SourceFile) -> FileDone | None:
+def list_done(stores: Stores, fingerprint: str, partitions: Sequence[str]) -> dict[str, int]:
+    """Sizes of the objects that exist for these partitions, by key: one listing instead of a request an object.
+
+    Raises:
+        StorageError: the store cannot be asked.
+    """
+    below = [Names(fingerprint, partition).manifest.removesuffix("json") for partition in partitions]
+    prefixes = below if len(below) <= MAX_LISTINGS else [Names(fingerprint, "").manifest.removesuffix(".json")]
+    return {key: size for prefix in prefixes for key, size, _ in stores.derived.list(prefix)}
+
+
+def find_done(stores: Stores, names: Names, source: SourceFile, there: Mapping[str, int]) -> FileDone | None:
     """The file's result from an earlier run, if it is of this source and everything it names is there.
 
     Raises:
@@ -236,7 +252,7 @@ def find_done(stores: Stores, names: Names, source: SourceFile) -> FileDone | No
     manifest = stores.derived.find_record(names.manifest, ShardManifest)
     if manifest is None or manifest.source != source or manifest.fingerprint != names.fingerprint:
         return None
-    if not (stores.derived.holds(manifest.shard) and stores.derived.holds(manifest.rejects)):
+    if any(there.get(stored.key) != stored.size for stored in (manifest.shard, manifest.rejects)):
         return None
     try:
         statistics = FileStatistics.model_validate_json(stores.derived.read(manifest.statistics))
@@ -308,6 +324,10 @@ def _equal(a: Row | Refused, b: Row | Refused) -> bool:
         return isinstance(a, Refused) and isinstance(b, Refused) and a.reason == b.reason
     same = (a.row_id, a.finish_reason, a.flags, a.start, a.end) == (b.row_id, b.finish_reason, b.flags, b.start, b.end)
     return same and np.array_equal(a.ids, b.ids)
+
+
+def _nobody() -> None:
+    """Nobody listens."""
 
 
 def _nothing_kept(source: SourceFile, rows_read: int, reasons: Counter[str]) -> str:

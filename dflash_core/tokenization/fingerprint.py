@@ -9,7 +9,7 @@ import json
 
 from dflash_core import CODE_VERSION
 from dflash_core.recipe import Recipe
-from dflash_core.tokenization.tokenizer import load_tokenizer
+from dflash_core.tokenization.tokenizer import read_tokenizer_files
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -18,7 +18,7 @@ def fingerprint(recipe: Recipe) -> str:
     Raises:
         RecipeError: the tokenizer or its chat template cannot be read.
     """
-    return fingerprint_of(recipe, load_tokenizer(recipe).content_hash)
+    return fingerprint_of(recipe, read_tokenizer_files(recipe).content_hash)
 
 
 def fingerprint_of(recipe: Recipe, tokenizer_hash: str) -> str:

@@ -1,23 +1,24 @@
 """All files of a run: downloaded, tokenized and stored side by side, each reported the moment it is done."""
 
-import time
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dflash_core.completions.reading import CompletionFile
-from dflash_core.errors import UserError
 from dflash_core.recipe import Recipe
 from dflash_core.records import Reject, SourceFile
-from dflash_core.storage.store import Stores, open_stores
-from dflash_core.tokenization.files import FileDone, FileTokenizer, Names, find_done, read_source, store_file
+from dflash_core.storage.store import Download, Stores, open_stores
+from dflash_core.tokenization.engine import Engine, FileFailed
+from dflash_core.tokenization.files import FileDone, FileTokenizer, Names, find_done, list_done
+from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.tokenization.pool import WorkerPool
+from dflash_core.tokenization.worker import TokenizingEngine
 
+Result = TypeVar("Result")
 
-@dataclass(frozen=True)
-class FileFailed:
-    """A file that could not be processed as a whole; the others go on."""
-
-    source: SourceFile
-    reason: str
+__all__ = ["FileDone", "FileFailed", "FileVerified", "process_files", "verify_files"]
 
 
 @dataclass(frozen=True)
@@ -31,30 +32,51 @@ class FileVerified:
 
 
 def process_files(recipe: Recipe, sources: Sequence[SourceFile]) -> Iterator[FileDone | FileFailed]:
-    """Tokenize and store files; yields each as soon as it is done, in any order.
+    """Tokenize and store files; yields each as soon as it is done, in any order. What is done already is skipped.
 
     Raises:
         RecipeError: the tokenizer or its chat template is unusable.
-        StorageError: no client can be made.
+        StorageError: the store cannot be reached.
     """
-    tokenizer, stores = FileTokenizer(recipe), open_stores(recipe)
-    for source in sources:
-        yield _process(tokenizer, stores, source)
+    name = fingerprint(recipe)
+    pending: list[SourceFile] = []
+    for source, found in _found(recipe, name, sources):
+        if found is None:
+            pending.append(source)
+        else:
+            yield found
+    order = {source.partition: i for i, source in enumerate(sources)}
+    pending.sort(key=lambda source: order[source.partition])
+    processes = min(recipe.tokenization.workers or len(os.sched_getaffinity(0)), len(pending))
+    if processes > 1:
+        with WorkerPool(recipe, processes) as pool:
+            yield from pool.run(pending)
+    elif pending:
+        yield from drain(TokenizingEngine(FileTokenizer(recipe), recipe, 1), pending)
 
 
-def _process(tokenizer: FileTokenizer, stores: Stores, source: SourceFile) -> FileDone | FileFailed:
-    began = time.monotonic()
-    names = Names(tokenizer.fingerprint, source.partition)
+def _found(recipe: Recipe, name: str, sources: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, FileDone | None]]:
+    """Each file's result from an earlier run; in any order."""
+    stores = open_stores(recipe)
+    there = list_done(stores, name, [source.partition for source in sources])
+    candidates = [source for source in sources if Names(name, source.partition).manifest in there]
+    yield from ((source, None) for source in sources if Names(name, source.partition).manifest not in there)
+    if candidates:
+        with ThreadPoolExecutor(min(len(candidates), recipe.storage.downloads)) as pool:
+            asked = {pool.submit(find_done, stores, Names(name, s.partition), s, there): s for s in candidates}
+            for future in as_completed(asked):
+                yield asked[future], future.result()
+
+
+def drain(engine: Engine[Any, Result], sources: Sequence[SourceFile]) -> Iterator[Result | FileFailed]:
+    """Everything through an engine of this process."""
     try:
-        found = find_done(stores, names, source)
-        if found is not None:
-            return found
-        body = read_source(stores, source)
-        done = tokenizer.tokenize(body.body, source, body.sha256)
-        manifest = store_file(stores, names, source, body.sha256, done)
-    except UserError as error:
-        return FileFailed(source, str(error))
-    return FileDone(source, manifest, done.statistics, skipped=False, seconds=time.monotonic() - began)
+        for source in sources:
+            engine.add(source)
+        while engine.outstanding:
+            yield from engine.step()
+    finally:
+        engine.close()
 
 
 def verify_files(recipe: Recipe, sources: Sequence[SourceFile]) -> Iterator[FileVerified | FileFailed]:
@@ -63,17 +85,19 @@ def verify_files(recipe: Recipe, sources: Sequence[SourceFile]) -> Iterator[File
     Raises:
         StorageError: no client can be made.
     """
-    stores = open_stores(recipe)
-    for source in sources:
-        try:
-            body = read_source(stores, source)
-            rows, rejects = 0, []
-            for item in CompletionFile(body.body, source.uri):
-                if isinstance(item, Reject):
-                    rejects.append(item)
-                else:
-                    rows += len(item.turns) if recipe.tokenization.turns == "all" else 1
-        except UserError as error:
-            yield FileFailed(source, str(error))
-        else:
-            yield FileVerified(source, body.sha256, rows + len(rejects), tuple(rejects))
+    every = recipe.tokenization.turns == "all"
+
+    def verify(source: SourceFile, body: Download) -> FileVerified:
+        rows, rejects = 0, []
+        for item in CompletionFile(body.body, source.uri):
+            if isinstance(item, Reject):
+                rejects.append(item)
+            else:
+                rows += len(item.turns) if every else 1
+        return FileVerified(source, body.sha256, rows + len(rejects), tuple(rejects))
+
+    stores: Stores = open_stores(recipe)
+    engine: Engine[FileVerified, FileVerified] = Engine(
+        stores, verify, lambda _, verified: verified, recipe.storage.downloads, 1
+    )
+    yield from drain(engine, sources)

@@ -42,7 +42,29 @@ class ChatTokenizer:
         return max(self.reference.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def load_tokenizer(recipe: Recipe) -> ChatTokenizer:
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The folder's files as read: enough to name them, and cheap."""
+
+    folder: Path
+    serialized: str = field(repr=False)
+    config: dict[str, Json] = field(repr=False)
+    tokens: dict[str, str]
+    template: ChatTemplate = field(repr=False)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """Of everything in the files that decides ids."""
+        parts = (
+            self.serialized,
+            json.dumps(self.config.get("added_tokens_decoder"), sort_keys=True),
+            json.dumps(self.tokens, sort_keys=True),
+            self.template.text,
+        )
+        return hashlib.sha256(b"".join(hashlib.sha256(part.encode("utf8")).digest() for part in parts)).hexdigest()
+
+
+def read_tokenizer_files(recipe: Recipe) -> TokenizerFiles:
     """Read the recipe's tokenizer folder.
 
     Raises:
@@ -51,38 +73,40 @@ def load_tokenizer(recipe: Recipe) -> ChatTokenizer:
     folder = recipe.tokenizer_path
     if not folder.is_dir():
         raise RecipeError(f"tokenizer folder {folder} does not exist; correct target.path or tokenization.tokenizer")
-    tokenizer_file = folder / "tokenizer.json"
-    text = _read(tokenizer_file)
+    text = _read(folder / "tokenizer.json")
     if text is None:
         raise RecipeError(f"{folder} holds no tokenizer.json; save the tokenizer there in Hugging Face form")
     config = _load_json(folder / "tokenizer_config.json") or {}
+    tokens = _special_tokens(config, folder)
+    options = recipe.tokenization.template_options
+    template = ChatTemplate(_template_text(recipe, folder, config), tokens, options, str(folder))
+    return TokenizerFiles(folder, text, config, tokens, template)
+
+
+def load_tokenizer(recipe: Recipe) -> ChatTokenizer:
+    """Read the recipe's tokenizer folder and build the reference tokenizer.
+
+    Raises:
+        RecipeError: the folder, the tokenizer or its chat template is missing or malformed.
+    """
+    files = read_tokenizer_files(recipe)
     try:
-        reference = Tokenizer.from_str(text)
+        reference = Tokenizer.from_str(files.serialized)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise RecipeError(f"{tokenizer_file} is no tokenizer: {error}") from None
+        raise RecipeError(f"{files.folder}/tokenizer.json is no tokenizer: {error}") from None
     reference.no_truncation()
     reference.no_padding()
-    _add_configured_tokens(reference, config, folder)
-    template_text = _template_text(recipe, folder, config)
-    tokens = _special_tokens(config, folder)
-    template = ChatTemplate(template_text, tokens, recipe.tokenization.template_options, str(folder))
+    _add_configured_tokens(reference, files.config, files.folder)
     added = reference.get_added_tokens_decoder()
     return ChatTokenizer(
-        path=folder,
+        path=files.folder,
         reference=reference,
-        template=template,
+        template=files.template,
         added={token.content: i for i, token in added.items()},
         special=frozenset(token.content for token in added.values() if token.special),
-        eos=tokens.get("eos_token"),
-        content_hash=_content_hash(text, config.get("added_tokens_decoder"), tokens, template_text),
+        eos=files.tokens.get("eos_token"),
+        content_hash=files.content_hash,
     )
-
-
-def _content_hash(tokenizer: str, added: Json, tokens: dict[str, str], template: str) -> str:
-    digest = hashlib.sha256()
-    for part in (tokenizer, json.dumps(added, sort_keys=True), json.dumps(tokens, sort_keys=True), template):
-        digest.update(hashlib.sha256(part.encode("utf8")).digest())
-    return digest.hexdigest()
 
 
 def _template_text(recipe: Recipe, folder: Path, config: dict[str, Json]) -> str:
