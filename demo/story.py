@@ -8,7 +8,7 @@ from the training set that was frozen then.
 import argparse
 import hashlib
 import json
-import os
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -269,7 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-ui", action="store_true", help="exit when the story is told, also at a terminal")
     arguments = parser.parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return tell(keep_ui=sys.stdin.isatty() and not arguments.no_ui)
     except UserError as error:

@@ -1,13 +1,12 @@
 """The Dagster UI and daemon on this machine, with the recipe's embedded store: what `make dev` and the demo run on."""
 
-import os
+import fcntl
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
@@ -17,9 +16,11 @@ from dflash_assets.partitions import sync_partitions
 from dflash_core.errors import StorageError, UserError
 from dflash_core.recipe import load_recipe
 from dflash_core.storage.embedded import store_of
+from dflash_core.supervised import last_words, supervised
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
+STATE = Path(".dflash")
 
 
 def serve(recipe: Path, port: int) -> None:
@@ -60,49 +61,28 @@ def _serve(recipe: Path, port: int) -> None:
 
 @contextmanager
 def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
-    """Webserver and daemon in a process group of their own, on 127.0.0.1; output to `log` (None: this terminal).
+    """Webserver and daemon on 127.0.0.1; output to `log` (None: this terminal).
 
     Raises:
-        UserError: it ends before it answers, or does not answer in time; the sentence holds its last words.
+        UserError: Dagster runs in this folder already, ends before it answers, or does not answer in time.
     """
-    # A shell that started us in the background made us ignore SIGINT; Dagster would inherit that and never stop.
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    ui = Dagster(f"http://127.0.0.1:{_free(port)}")
-    output = None if log is None else log.open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dagster", "dev", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]],
-        env={**os.environ, "DAGSTER_HOME": str(Path.cwd()), "DFLASH_RECIPE": str(recipe.resolve())},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-    )
-    try:
-        _wait(ui, process, log)
-        yield ui
-    finally:
-        _stop(process)
-        if output is not None:
-            output.close()
-
-
-def _wait(ui: Dagster, process: "subprocess.Popen[bytes]", log: Path | None) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not ui.answers():
-        if process.poll() is not None or time.monotonic() > deadline:
-            words = "" if log is None else ": " + " | ".join(log.read_text(errors="replace").splitlines()[-3:])
-            raise UserError(f"the Dagster UI did not come up at {ui.url}{words}")
-        time.sleep(0.2)
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    STATE.mkdir(exist_ok=True)
+    with (STATE / "dagster.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"Dagster already runs in {Path.cwd()}; stop it first") from None
+        ui = Dagster(f"http://127.0.0.1:{_free(port)}")
+        command = [sys.executable, "-m", "dagster", "dev", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]]
+        environment = {"DAGSTER_HOME": str(Path.cwd()), "DFLASH_RECIPE": str(recipe.resolve())}
+        with supervised(command, "INT", STOP_TIMEOUT_S, log, environment) as process:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not ui.answers():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    words = "" if log is None else ": " + last_words(log)
+                    raise UserError(f"the Dagster UI did not come up at {ui.url}{words}")
+                time.sleep(0.2)
+            yield ui
 
 
 def _free(port: int) -> int:

@@ -6,6 +6,7 @@ Results go to standard output, progress and refusals to standard error; a refusa
 Heavy imports happen inside the commands, so that `--help` and the data commands never wait for torch.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -192,7 +193,8 @@ def _sources(recipe: Recipe, partitions: list[str] | None) -> list[SourceFile]:
 
 
 def main() -> None:
-    """Entry point: a UserError is one sentence and an exit code."""
+    """Entry point: a UserError is one sentence and an exit code; SIGTERM unwinds like an exit, so servers are stopped."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with at_exit:
             app()

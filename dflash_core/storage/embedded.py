@@ -1,7 +1,7 @@
 """The embedded object store: a real S3 service (SeaweedFS) on loopback, for laptops, the demo and the tests.
 
-One process per data folder: whoever comes first holds the folder's lock and starts it, later comers attach. A shell
-that waits on a pipe is its parent, so the server ends when the process that asked for it ends, SIGKILL included.
+One process per data folder: whoever comes first holds the folder's lock and starts it, later comers attach. It
+ends when the process that started it ends.
 """
 
 import fcntl
@@ -9,15 +9,13 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
 import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -25,6 +23,7 @@ from dflash_core.errors import StorageError
 from dflash_core.recipe import Recipe, Storage
 from dflash_core.records import Record
 from dflash_core.storage.store import make_client
+from dflash_core.supervised import last_words, supervised
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -52,12 +51,8 @@ OPTIONS = (
     "-volume.max=0",
     "-volume.fileSizeLimitMB=1024",
 )
-SUPERVISOR = (
-    'exec 3<&0; "$@" </dev/null 3<&- & server=$!; '
-    '{ read -r _ <&3; kill "$server"; sleep 1; kill -9 "$server"; } & wait "$server"'
-)
-"""Runs the server until it ends or until standard input, a pipe that we hold open, closes because we ended. What the
-server acknowledged is with the kernel by then, and its graceful stop may hang for a minute: hence the second kill."""
+GRACE_S = 1.0
+"""What the server acknowledged is with the kernel by then, and its graceful stop may hang for a minute."""
 
 
 class Endpoint(Record):
@@ -152,7 +147,6 @@ def _start(folder: Path, stack: ExitStack, deadline: float) -> Endpoint:
         url=f"http://127.0.0.1:{ports['s3.port']}", access_key=secrets.token_hex(10), secret_key=secrets.token_hex(20)
     )
     _write_private(folder / "s3.json", _identities(endpoint))
-    log = stack.enter_context((folder / "server.log").open("wb"))
     command = [
         _binary(),
         f"-logdir={folder.absolute()}",
@@ -162,34 +156,16 @@ def _start(folder: Path, stack: ExitStack, deadline: float) -> Endpoint:
         *(f"-{name}={port}" for name, port in ports.items()),
         *OPTIONS,
     ]
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", SUPERVISOR, "embedded-store", *command],
-        cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    stack.callback(_stop, process, process.stdin, folder)
+    log = folder / "server.log"
+    process = stack.enter_context(supervised(command, "TERM", GRACE_S, log))
+    stack.callback((folder / "endpoint.json").unlink, missing_ok=True)
     client = _client(endpoint)
     while not _answers(client):
         if process.poll() is not None or time.monotonic() > deadline:
-            words = (folder / "server.log").read_text(errors="replace").strip().splitlines()[-3:]
-            raise StorageError(f"the embedded store in {folder} did not start: {' | '.join(words)}")
+            raise StorageError(f"the embedded store in {folder} did not start: {last_words(log)}")
         time.sleep(0.05)
     _write_private(folder / "endpoint.json", endpoint.model_dump_json())
     return endpoint
-
-
-def _stop(process: "subprocess.Popen[bytes]", pipe: IO[bytes], folder: Path) -> None:
-    (folder / "endpoint.json").unlink(missing_ok=True)
-    pipe.close()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _client(endpoint: Endpoint) -> "S3Client":
