@@ -201,15 +201,18 @@ def _decoded(value: Json, reason: str) -> Json:
     if len(value) > MAX_LITERAL_CHARS:
         raise Refused(reason, f"a text of {len(value)} characters")
     try:
-        return json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
-        pass
+        try:
+            parsed = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            raise Refused(reason, f"neither JSON nor Python text: {value[:60]!r}") from None
     try:
-        parsed = ast.literal_eval(value)
-        json.dumps(parsed, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        raise Refused(reason, f"neither JSON nor Python text: {value[:60]!r}") from None
-    return parsed
+        plain = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
+        plain.encode("utf8")
+        return json.loads(plain)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refused(reason, f"holds what JSON cannot: {error}") from None
 
 
 def _finish_reason(raw: Json) -> FinishReason | None:
@@ -251,5 +254,8 @@ def _row_id(row: dict[str, Json]) -> str:
         return str(given)
     if given is not None and given != "":
         raise Refused("malformed id", f"a {type(given).__name__}")
-    content = orjson.dumps(row, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
+    try:
+        content = orjson.dumps(row, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # an integer beyond 64 bits
+        content = json.dumps(row, sort_keys=True).encode()
     return "sha256-" + hashlib.sha256(content).hexdigest()[:24]

@@ -1,0 +1,153 @@
+"""Every line becomes a completion or a reject with its number and a reason; the next line is never harmed."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_core.completions.reading import CompletionFile
+from dflash_core.completions.record import Completion
+from dflash_core.records import Reject
+
+GOOD = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
+
+
+def read(body: bytes) -> tuple[list[Completion], list[Reject], int]:
+    file = CompletionFile(body, "s3://b/f")
+    items = list(file)
+    good = [item for item in items if isinstance(item, Completion)]
+    return good, [item for item in items if isinstance(item, Reject)], file.lines_read
+
+
+def answer(content: object, **more: object) -> bytes:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    return json.dumps({"messages": messages, **more}).encode()
+
+
+NESTED = GOOD[:-1] + b', "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+MALFORMED = {
+    "blank line": (b"   ", "blank line"),
+    "cut in the middle": (GOOD[:40], "invalid JSON"),
+    "two objects": (GOOD + GOOD, "invalid JSON"),
+    "raw NUL": (GOOD.replace(b'"q"', b'"q\0"'), "NUL byte"),
+    "bad UTF-8": (GOOD.replace(b'"q"', b'"\xff\xfe"'), "invalid UTF-8"),
+    "encoded surrogate": (GOOD.replace(b'"q"', b'"\xed\xa0\x80"'), "invalid UTF-8"),
+    "lone surrogate": (GOOD.replace(b'"q"', b'"\\ud83d"'), "lone surrogate"),
+    "NaN": (GOOD[:-1] + b', "score": NaN}', "not a JSON number"),
+    "Infinity": (GOOD[:-1] + b', "score": -Infinity}', "not a JSON number"),
+    "duplicate key": (GOOD[:-1] + b', "messages": []}', "duplicate key"),
+    "duplicate key in a message": (GOOD.replace(b'"content": "a"', b'"content": "a", "content": "b"'), "duplicate key"),
+    "deep nesting": (NESTED, "nested too deeply"),
+    "nesting at the parsers' limits": (GOOD[:-1] + b', "x": ' + b"[" * 1000 + b"]" * 1000 + b"}", "nested too deeply"),
+    "16 MB line": (answer("x" * 16_000_000), "line too long"),
+    "a list": (b"[1, 2]", "not a JSON object"),
+    "a number of 5,000 digits": (b'{"a": ' + b"1" * 5000 + b"}", "invalid JSON"),
+    "no messages": (b'{"text": "x"}', "no completion"),
+    "empty conversation": (b'{"messages": []}', "empty conversation"),
+    "messages that are text": (b'{"messages": "hi"}', "malformed messages"),
+    "a message that is text": (b'{"messages": ["hi"]}', "malformed messages"),
+    "unknown role": (GOOD.replace(b"assistant", b"bot"), "unknown role"),
+    "ShareGPT role in OpenAI form": (GOOD.replace(b"assistant", b"gpt"), "unknown role"),
+    "role that is a list": (GOOD.replace(b'"user"', b'["user"]'), "unknown role"),
+    "question without content": (GOOD.replace(b'"content": "q"', b'"x": 1'), "message without content"),
+    "null question": (GOOD.replace(b'"q"', b"null"), "message without content"),
+    "integer content": (GOOD.replace(b'"q"', b"5"), "content is not text"),
+    "image part": (GOOD.replace(b'"q"', b'[{"type": "image_url", "image_url": {}}]'), "unsupported content parts"),
+    "two text parts": (
+        GOOD.replace(b'"q"', b'[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]'),
+        "unsupported content parts",
+    ),
+    "ends with a question": (b'{"messages": [{"role": "user", "content": "q"}]}', "no completion"),
+    "answer first and alone": (b'{"messages": [{"role": "assistant", "content": "a"}]}', "no prompt"),
+    "unknown finish_reason": (answer("a", finish_reason="abort"), "unusable finish_reason"),
+    "finish_reason that is a number": (answer("a", finish_reason=3), "unusable finish_reason"),
+    "empty answer": (answer("", finish_reason="stop"), "empty completion"),
+    "white answer": (answer(" \n\t ", finish_reason="stop"), "empty completion"),
+    "null answer": (answer(None, finish_reason="stop"), "empty completion"),
+    "thought without answer": (answer("<think>\nhm\n</think>\n\n", finish_reason="stop"), "empty completion"),
+    "unclosed thought": (answer("<think>\nhm", finish_reason="stop"), "unclosed thought"),
+    "broken tools": (answer("a", tools='[{"type": '), "malformed tools"),
+    "tools that are a number": (answer("a", tools=[3]), "malformed tools"),
+    "id that is a list": (answer("a", id=[1]), "malformed id"),
+    "engine ids without their prompt": (answer("a", completion_token_ids=[1]), "malformed engine ids"),
+    "engine ids that are text": (answer("a", prompt_token_ids=[1], completion_token_ids=["x"]), "malformed engine ids"),
+    "negative engine ids": (answer("a", prompt_token_ids=[1], completion_token_ids=[-1]), "malformed engine ids"),
+    "messages and conversations": (GOOD[:-1] + b', "conversations": [1]}', "ambiguous form"),
+    "completion and response": (b'{"prompt": "q", "completion": "a", "response": "b"}', "ambiguous form"),
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_line_is_rejected_by_number_and_its_neighbours_are_kept(line: bytes, reason: str) -> None:
+    good, rejects, lines = read(GOOD + b"\n" + line + b"\n" + GOOD + b"\n")
+    assert [(r.line, r.reason) for r in rejects] == [(2, reason)]
+    assert [c.line for c in good] == [1, 3]
+    assert lines == 3
+
+
+def test_offsets_are_told() -> None:
+    assert read(b'{"a": \xff}')[1][0].detail == "at byte 6"
+    assert "character 6" in read(b'{"a": }')[1][0].detail
+
+
+@pytest.mark.parametrize("body", [b"\xef\xbb\xbf" + GOOD + b"\r\n" + GOOD, GOOD + b"\n" + GOOD + b"\n"])
+def test_bom_crlf_and_a_missing_final_newline_harm_nothing(body: bytes) -> None:
+    good, rejects, lines = read(body)
+    assert (len(good), rejects, lines) == (2, [], 2)
+
+
+def test_escaped_nul_is_text_like_any_other() -> None:
+    (completion,), _, _ = read(answer("a\0b"))
+    assert completion.messages[-1].content == "a\0b"
+
+
+def test_keys_written_inside_texts_are_no_duplicates() -> None:
+    tricky = 'say {"role": "user", "content": "x"} and \\" : or ": twice ": "messages": \\\\": "'
+    (completion,), rejects, _ = read(answer(tricky))
+    assert completion.messages[-1].content == tricky
+    assert not rejects
+
+
+def test_integers_beyond_64_bits_in_tool_calls_stay_exact() -> None:
+    call = {"function": {"name": "f", "arguments": {"n": 123456789012345678901234567890}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (completion,), _, _ = read(json.dumps({"messages": messages}).encode())
+    assert completion.messages[-1].tool_calls[0]["function"]["arguments"]["n"] == 123456789012345678901234567890
+
+
+def test_one_empty_answer_of_two_rejects_that_answer_alone() -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}] * 1 + [
+        {"role": "user", "content": "q2"},
+        {"role": "assistant", "content": "a"},
+    ]
+    (completion,), (reject,), lines = read(json.dumps({"messages": messages}).encode())
+    assert completion.turns == (3,)
+    assert (reject.reason, reject.line, lines) == ("empty completion", 1, 1)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["messages", "role", "content", "prompt", "completion", "tools", "id", "finish_reason", "x"]
+            ),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(JSON.map(json.dumps).map(str.encode) | st.binary(max_size=40) | st.just(GOOD), max_size=6))
+def test_nothing_crashes_the_reader_and_no_line_is_lost(lines: list[bytes]) -> None:
+    body = b"\n".join(line.replace(b"\n", b" ") for line in lines)
+    if body.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+        return
+    good, rejects, count = read(body)
+    assert {c.line for c in good} | {r.line for r in rejects} == set(range(1, count + 1))
+    assert count == body.count(b"\n") + bool(body and not body.endswith(b"\n"))
