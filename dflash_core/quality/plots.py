@@ -115,12 +115,13 @@ def worst_files(files: Sequence[FileStatistics]) -> list[FileStatistics]:
 
 
 def _histogram_axes(axes: Axes, counts: Histogram, spike: Spike | None) -> None:
-    """Equal bins up to the 99.5th percentile, everything above it in the last bin."""
+    """Equal bins up to where the tail gets thin, everything above in the last bin."""
     if not counts:
         axes.text(0.5, 0.5, "no rows", transform=axes.transAxes, ha="center", va="center", color=MUTED)
         return
     values, rows = np.array(list(counts)), np.array(list(counts.values()))
-    reach = values[np.searchsorted(np.cumsum(rows), 0.995 * rows.sum())]
+    p90, p995 = values[np.searchsorted(np.cumsum(rows), np.array([0.9, 0.995]) * rows.sum())]
+    reach = max(BINS, min(3 * p90, p995))
     step = max(1, -(-int(reach + 1) // BINS))
     edges = np.arange(0, reach + step + 1, step)
     bins = np.minimum(values // step, len(edges) - 2)
