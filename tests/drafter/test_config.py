@@ -167,6 +167,6 @@ def test_contradictions_between_recipe_and_target_hold_both_values() -> None:
         ("vocab_size", "vocab_size"),
         ("num_target_layers", "num_hidden_layers"),
     ):
-        value = int(QWEN3[key])  # type: ignore[call-overload]
+        value = int(str(QWEN3[key]))
         with pytest.raises(IncompatibleError, match=rf"{value + 40}.*{value}"):
             check_fit(replace(made, **{field: value + 40}), QWEN3)  # type: ignore[arg-type]

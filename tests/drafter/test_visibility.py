@@ -42,8 +42,8 @@ def random_blocks(source: random.Random, B: int, N: int, S: int, documents: int)
             document = max(i for i in range(documents) if bounds[i] <= anchor)
             row.append((anchor, bounds[document], bounds[document + 1], 1))
         rows.append(row + [(0, 0, 0, 0)] * (N - real))
-    anchor, start, end, valid = torch.tensor(rows).unbind(-1)
-    return Blocks(anchor, start, end, valid > 0)
+    table = torch.tensor(rows)
+    return Blocks(table[..., 0], table[..., 1], table[..., 2], table[..., 3] > 0)
 
 
 def materialised(mask: BlockMask, Q: int, keys: int) -> tuple[Tensor, int]:
@@ -89,7 +89,8 @@ def test_the_block_mask_lets_through_exactly_the_boolean_mask(window: int | None
 
 
 def test_a_row_without_any_real_block_visits_no_tile() -> None:
-    blocks = Blocks(*(torch.zeros(1, 16, dtype=torch.int64) for _ in range(3)), torch.zeros(1, 16, dtype=torch.bool))
+    nought = torch.zeros(1, 16, dtype=torch.int64)
+    blocks = Blocks(nought, nought, nought, nought > 0)
     seen, visited = materialised(block_mask(blocks, (256, 16), None), 256, 512)
     assert visited == 0
     assert not seen.any()

@@ -1,6 +1,7 @@
 """Tiny random targets of three families, and a drafter for them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def make_target() -> Callable[[str, int], VerifyingTarget]:
 
     def make(family: str, vocabulary: int = VOCABULARY) -> VerifyingTarget:
         torch.manual_seed(0)
-        shape = {
+        shape: dict[str, Any] = {
             "vocab_size": vocabulary,
             "hidden_size": 64,
             "intermediate_size": 96,
@@ -43,7 +44,7 @@ def make_target() -> Callable[[str, int], VerifyingTarget]:
             "eos_token_id": None,
             "initializer_range": 0.2,
         }
-        linear = {
+        linear: dict[str, Any] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,

@@ -160,7 +160,7 @@ def test_rejection_sampling_keeps_the_distribution(certain: bool) -> None:
     statistic, quantile = chi_square(first, {(a,): float(p[0, a]) for a in range(5)})
     assert statistic < quantile
     # Given that slot 1 stood, slot 2 must follow p_2 whatever slot 1 was.
-    second = Counter({(b,): sum(c for (_, t), c in counts.items() if t == b) for b in range(5)})
+    second: dict[tuple[int, ...], int] = {(b,): sum(c for (_, t), c in counts.items() if t == b) for b in range(5)}
     statistic, quantile = chi_square(second, {(b,): float(p[1, b]) for b in range(5)})
     assert statistic < quantile
 
@@ -183,7 +183,7 @@ def test_sampled_output_has_the_targets_distribution(make_target: MakeTarget, dr
     with torch.no_grad():
         p = torch.softmax(target.model(input_ids=ids, use_cache=False).logits[:, 1:], -1).view(V, V, 3, V)
     joint = torch.einsum("a,ab,abc->bc", p[0, 0, 0], p[:, 0, 1], p[:, :, 2])
-    expected = {(b, c): float(joint[b, c]) for b, c in product(range(V), repeat=2)}
+    expected: dict[tuple[int, ...], float] = {(b, c): float(joint[b, c]) for b, c in product(range(V), repeat=2)}
     statistic, quantile = chi_square(counts, expected)
     assert statistic < quantile
 
