@@ -17,6 +17,8 @@ from dflash_core.quality.flags import Flag
 from dflash_core.tokenization.backends import Backend, Ids, Offsets
 from dflash_core.tokenization.turns import TurnRenderer, TurnText
 
+MAX_LITERAL_CHARS = 1024
+"""Longer template texts hold a prompt and are not worth remembering."""
 I64 = NDArray[np.int64]
 
 
@@ -94,10 +96,15 @@ class ExactEncoder:
 
     def text_row(self, text: TurnText) -> Row:
         """The row of a rendered turn; raises Refused like `encode`."""
+        counted = self._supervised_scaffold(text)
         if self._whole:
             text = replace(text, head="", tail=text.head + text.tail, rest=text.head + text.rest)
         head, rest = self._encode(text.head), self._encode(text.rest)
-        start = len(head) + self._prompt_part(text, rest)
+        known = text.tail + text.scaffold
+        expected = self.literal(known) if len(known) < MAX_LITERAL_CHARS else self._encode(known)
+        if rest[: len(expected)] != expected:
+            raise Refused("boundary unstable", "the answer's first token reaches into the prompt")
+        start = len(head) + len(expected) - counted
         ids, end = [*head, *rest], len(head) + len(rest)
         if text.terminated:
             after = self.literal(self.renderer.end.after)
@@ -109,17 +116,15 @@ class ExactEncoder:
                 raise Refused("boundary unstable", "the turn does not end in its terminator")
         return Row(text.row_id, text.line, text.finish_reason, text.flags, np.array(ids, np.int32), start, end)
 
-    def _prompt_part(self, text: TurnText, rest: tuple[int, ...]) -> int:
-        """Tokens of `rest` before the first supervised one."""
-        known = text.tail + text.scaffold
-        expected = self.literal(known) if len(known) < 1024 else self._encode(known)
-        if rest[: len(expected)] != expected:
-            raise Refused("boundary unstable", "the answer's first token reaches into the prompt")
+    def _supervised_scaffold(self, text: TurnText) -> int:
+        """Tokens of the scaffold that count in the loss.
+
+        A token that holds the end of the prompt and the beginning of the scaffold belongs to the prompt.
+        """
         if not text.scaffold_counts or not text.scaffold:
-            return len(expected)
-        # A token that holds the end of the prompt and the beginning of the scaffold belongs to the prompt.
-        encoding = self.renderer.tokenizer.reference.encode(self.renderer.spell(known), add_special_tokens=False)
-        return sum(begin < len(text.tail) for begin, _ in encoding.offsets)
+            return 0
+        encoding = self.renderer.tokenizer.reference.encode(text.tail + text.scaffold, add_special_tokens=False)
+        return sum(begin >= len(text.tail) for begin, _ in encoding.offsets)
 
     def _engine_row(self, completion: Completion, turn: int) -> Row:
         prompt, answer = completion.prompt_token_ids or (), completion.completion_token_ids or ()

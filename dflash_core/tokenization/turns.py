@@ -97,7 +97,7 @@ class TurnRenderer:
             Refused: the template does not accept it, or the boundary of the turn is not certain.
         """
         recorded = completion.messages[: turn + 1]
-        flags, messages, tools = self._protect(recorded, completion.tools)
+        messages, tools = self._protect(recorded, completion.tools)
         last = turn == len(completion.messages) - 1
         finish_reason = completion.finish_reason if last else "stop"
         answer, cut = messages[-1], finish_reason == "length"
@@ -113,13 +113,15 @@ class TurnRenderer:
         _check_recorded(answer, added)
         # A terminator that the next message would print is appended to the ids instead.
         text = full[: len(full) - len(layout.closing)] if cut or not self.end.written else full
-        scaffold = "" if layout.prompted and not _is_empty_thought(layout.lead, answer) else layout.lead
+        recorded_only = layout.prompted and not _is_empty_thought(layout.lead, answer)
+        # A lone space in front of the answer is in its first token, as it is when the model writes it.
+        scaffold = "" if recorded_only or layout.lead.isspace() else layout.lead
         edge = self._edge(prompt[:boundary])
         return TurnText(
             row_id=completion.turn_id(turn),
             line=completion.line,
             finish_reason=finish_reason,
-            flags=flags | _flags(recorded[-1], layout.lead, cut),
+            flags=self._spelled_flag(messages, recorded, full) | _flags(recorded[-1], layout.lead, cut),
             head=full[:edge],
             tail=full[edge:boundary],
             scaffold=scaffold,
@@ -196,16 +198,23 @@ class TurnRenderer:
 
     def _protect(
         self, messages: tuple[Message, ...], tools: tuple[Json, ...]
-    ) -> tuple[int, tuple[Message, ...], tuple[Json, ...]]:
-        """Hold control tokens out of all recorded text; flag every added token in it."""
-        spelled = self._added is not None and any(_mentions(self._added, m) for m in messages)
-        flags = int(Flag.CONTROL_TOKENS_IN_CONTENT) if spelled else 0
-        if self._special is None or not (spelled or any(_mentions(self._special, tool) for tool in tools)):
-            return flags, messages, tools
+    ) -> tuple[tuple[Message, ...], tuple[Json, ...]]:
+        """Hold control tokens out of all recorded text."""
+        if self._special is None or not any(_mentions(self._special, value) for value in (*messages, *tools)):
+            return messages, tools
         if any(self.is_protected(text) for m in messages for text in (m.content, m.reasoning or "")):
             raise Refused("private characters", "control tokens and U+F0000.. in one conversation")
         protected = tuple(Message(*(_hold_out(part, self._special, self._private) for part in m)) for m in messages)
-        return flags, protected, tuple(_hold_out(tool, self._special, self._private) for tool in tools)
+        return protected, tuple(_hold_out(tool, self._special, self._private) for tool in tools)
+
+    def _spelled_flag(self, messages: Sequence[Message], recorded: Sequence[Message], full: str) -> int:
+        """Whether an added token is spelled in recorded text that the template printed."""
+        spelled = self._added is not None and any(
+            _mentions(self._added, original) and (text.strip() in full)
+            for message, before in zip(messages, recorded, strict=True)
+            for text, original in _texts(message, before)
+        )
+        return int(Flag.CONTROL_TOKENS_IN_CONTENT) if spelled else 0
 
     def _turn_end(self) -> TurnEnd:
         exchange = [Message("user", SENTINEL_NEXT), Message("assistant", SENTINEL_ANSWER)]
@@ -233,6 +242,12 @@ class TurnRenderer:
 def _alternation(tokens: "Mapping[str, int] | frozenset[str]") -> re.Pattern[str] | None:
     ordered = sorted((t for t in tokens if t.strip()), key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
+
+
+def _texts(message: Message, recorded: Message) -> list[tuple[str, Json]]:
+    """(as rendered, as recorded) of what a message holds; tool calls are printed in a form of the template's own."""
+    calls: list[tuple[str, Json]] = [("", recorded.tool_calls)] if recorded.tool_calls else []
+    return [(message.content, recorded.content), (message.reasoning or "", recorded.reasoning), *calls]
 
 
 def _mentions(pattern: re.Pattern[str], value: Json) -> bool:

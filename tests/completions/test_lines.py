@@ -94,7 +94,7 @@ def test_a_truncated_or_damaged_stream_fails_the_file(compress) -> None:
     whole = compress(bytes(range(256)) * 400)
     with pytest.raises(UnreadableFile, match="truncated"):
         texts(whole[:-3])
-    with pytest.raises(UnreadableFile, match="truncated|damaged"):
+    with pytest.raises(UnreadableFile, match=r"truncated|damaged"):
         texts(whole[: len(whole) // 2])
     with pytest.raises(UnreadableFile, match="damaged"):
         texts(whole[:20] + b"\xff\xff\xff\xff" + whole[24:])

@@ -20,16 +20,17 @@ def answered(content: object, finish_reason: str | None = None, **more: object) 
     return completion(messages=messages, finish_reason=finish_reason).messages[-1]
 
 
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 FORMS = {
-    "messages": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+    "messages": {"messages": [Q, A]},
     "conversations": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-    "conversations with roles": {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+    "conversations with roles": {"conversations": [Q, A]},
     "prompt and completion": {"prompt": "q", "completion": "a"},
     "prompt and response": {"prompt": "q", "response": "a"},
-    "prompt of messages": {"prompt": [{"role": "user", "content": "q"}], "completion": "a"},
-    "completion of messages": {"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]},
-    "messages and response": {"messages": [{"role": "user", "content": "q"}], "response": "a"},
-    "one text part": {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, {"role": "assistant", "content": "a"}]},
+    "prompt of messages": {"prompt": [Q], "completion": "a"},
+    "completion of messages": {"prompt": "q", "completion": [A]},
+    "messages and response": {"messages": [Q], "response": "a"},
+    "one text part": {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, A]},
 }  # fmt: skip
 
 
