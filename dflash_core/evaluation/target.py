@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from dflash_core.errors import RecipeError
+from dflash_core.training.target import quiet_transformers
 
 
 class VerifyingTarget:
@@ -114,12 +116,25 @@ def load_verifying_target(
     """Load a local Hugging Face folder whole; no code of the folder is run.
 
     Raises:
-        RecipeError: it cannot be loaded.
+        RecipeError: it cannot be loaded, or weights are absent (they would be random, in silence).
     """
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    with quiet_transformers():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise RecipeError(f"target.path {folder} cannot be loaded: {error}") from None
+    model, report = loaded
+    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if absent:
+        raise RecipeError(
+            f"target.path {folder}: {len(absent)} weights are absent or have another shape, first {absent[0]}; "
+            "download the folder again"
         )
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"target.path {folder} cannot be loaded: {error}") from None
     return VerifyingTarget(model.requires_grad_(False).to(device), layer_ids)

@@ -125,7 +125,7 @@ def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, de
     config.num_hidden_layers = layer_ids[-1] + 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             backbone, report = AutoModel.from_pretrained(
                 folder,
@@ -238,7 +238,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """The cut layers would be reported as unexpected weights; what is really absent is checked by the caller."""
     verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.ERROR)

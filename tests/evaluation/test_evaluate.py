@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, load_file, save_file
 
 from dflash_core.batches.split import is_held_out
 from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.folder import load_drafter
-from dflash_core.errors import IncompatibleError, ObjectMissing, StorageError, UserError
+from dflash_core.errors import IncompatibleError, ObjectMissing, RecipeError, StorageError, UserError
 from dflash_core.evaluation.evaluate import evaluate_drafter
+from dflash_core.evaluation.target import load_verifying_target
 from dflash_core.recipe import Evaluation, Export, Recipe
 from dflash_core.records import DrafterEval, DrafterExport
 from dflash_core.storage.store import Store
@@ -122,6 +123,15 @@ def test_another_target_is_refused_with_both_values(recipe: Recipe, tmp_path: Pa
         export_drafter(moved, None)
     with pytest.raises(IncompatibleError, match=r"was trained with target \w{12}, .* is \w{12}"):
         evaluate_drafter(moved, None, nothing)
+
+
+def test_a_target_with_absent_weights_is_refused(target_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((target_folder / "config.json").read_bytes())
+    tensors = load_file(target_folder / "model.safetensors")
+    tensors.pop("model.layers.4.mlp.up_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"1 weights are absent .*layers\.4\.mlp\.up_proj"):
+        load_verifying_target(tmp_path, (1,), torch.float32, torch.device("cpu"))
 
 
 def test_without_a_run_or_a_held_out_prompt_the_sentence_says_what_to_do(make_recipe: MakeRecipe, s3: Store) -> None:
