@@ -1,0 +1,70 @@
+"""A plan serves the common structures, gives the renderer's bytes, and stands aside where the template branches."""
+
+import pytest
+
+from dflash_core.completions.normalize import normalize
+from dflash_core.tokenization.adversarial import adversarial_texts
+from dflash_core.tokenization.splice import Splicer
+from dflash_core.tokenization.tokenizer import load_tokenizer
+from dflash_core.tokenization.turns import TurnRenderer
+
+BRANCHING = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if 'magic' in m.content %}[{{ m.content }}]{% elif m.content.startswith('up') %}{{ m.content | upper }}{% else %}
+{{- m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def renderer(make_recipe, family: str, **tokenization: object) -> TurnRenderer:
+    return TurnRenderer(load_tokenizer(make_recipe(family, **tokenization)), supervise_empty_thought=True)
+
+
+def chat(question: str, answer: str, **more: object):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
+    return normalize({"id": "r", "messages": messages, "finish_reason": "stop"}, 1)
+
+
+@pytest.mark.parametrize("family", ["prefilled", "generated", "chatml", "tagged", "headerless", "llama"])
+@pytest.mark.parametrize("thought", [None, " hm\n"])
+def test_spliced_text_equals_the_rendered_one(make_recipe, family: str, thought: str | None) -> None:
+    rendering = renderer(make_recipe, family)
+    splicer = Splicer(rendering)
+    extra = {} if thought is None else {"reasoning_content": thought}
+    joined = 0
+    for text in adversarial_texts(()):
+        if not text.strip():
+            continue
+        completion = chat(text, f"{text} and {text[::-1]}", **extra)
+        plan = splicer.plan(completion, 1)
+        assert plan is not None
+        halves = plan.join(completion, 1)
+        if halves is not None:
+            joined += 1
+            expected = rendering.render(completion, 1)
+            assert halves == (expected.head, expected.rest)
+    assert joined > 300
+
+
+def test_templates_that_cannot_be_cut_have_no_plan(make_recipe) -> None:
+    assert Splicer(renderer(make_recipe, "sentencepiece")).plan(chat("q", "a"), 1) is None
+
+
+def test_a_text_on_which_the_template_branches_is_left_to_the_renderer(make_recipe, tmp_path) -> None:
+    template = tmp_path / "branching.jinja"
+    template.write_text(BRANCHING)
+    rendering = renderer(make_recipe, "chatml", chat_template=template)
+    splicer = Splicer(rendering)
+    plan = splicer.plan(chat("q", "a"), 1)
+    assert plan is not None
+    assert set(plan.guards) == {"magic", "up"}
+    assert plan.join(chat("q", "some magic here"), 1) is None
+    assert plan.join(chat("update", "a"), 1) is None
+    assert plan.join(chat("", "a"), 1) is None
+    assert plan.join(chat("q", "plain"), 1) is not None
+
+
+def test_a_template_that_rewrites_text_has_no_plan(make_recipe, tmp_path) -> None:
+    template = tmp_path / "upper.jinja"
+    template.write_text(BRANCHING.replace("{{- m.content }}", "{{- m.content | replace('x', 'y') }}"))
+    assert Splicer(renderer(make_recipe, "chatml", chat_template=template)).plan(chat("q", "a"), 1) is None
