@@ -193,7 +193,7 @@ def _sources(recipe: Recipe, partitions: list[str] | None) -> list[SourceFile]:
 
 
 def main() -> None:
-    """Entry point: a UserError is one sentence and an exit code; SIGTERM unwinds like an exit, so servers are stopped."""
+    """Entry point: a UserError is one sentence and an exit code; SIGTERM unwinds, so servers stop."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with at_exit:

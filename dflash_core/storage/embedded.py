@@ -47,7 +47,7 @@ OPTIONS = (
     "-s3.port.iceberg=0",
     "-s3.port.lance=0",
     "-master.telemetry=false",
-    "-master.volumeSizeLimitMB=1024",
+    "-master.volumeSizeLimitMB=128",
     "-volume.max=0",
     "-volume.fileSizeLimitMB=1024",
 )

@@ -1,0 +1,117 @@
+"""A small world for the asset layer: real store, real tokenizer (the demo target's), an instance of its own."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from dflash_assets.completion_files import completion_file_assets
+from dflash_assets.partitions import sync_partitions
+from dflash_assets.resources import RecipeResource
+from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.records import SourceFile
+from dflash_core.storage.store import Store, open_stores
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def rows() -> Callable[..., bytes]:
+    """A file of completions of which no two are alike."""
+
+    def make(
+        count: int,
+        name: str,
+        reasoning: str = "Basket {number} of {name} has {number} apples, and I count them again.",
+        answer: str = "The answer is {number}, since {number} apples were counted twice.",
+    ) -> bytes:
+        lines = [
+            {
+                "id": f"{name}-{number}",
+                "messages": [
+                    {"role": "user", "content": f"How many apples are in basket {number} of {name}?"},
+                    {
+                        "role": "assistant",
+                        "reasoning_content": " ".join([reasoning.format(number=number, name=name)] * (1 + number % 7)),
+                        "content": answer.format(number=number, name=name),
+                    },
+                ],
+                "finish_reason": "stop",
+            }
+            for number in range(count)
+        ]
+        return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    return make
+
+
+@pytest.fixture
+def recipe_file(bucket: str, tmp_path: Path) -> Path:
+    """A recipe on a fresh bucket with the demo target's tokenizer."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f"""
+name = "test"
+[source]
+bucket = "{bucket}"
+prefix = "completions/"
+[storage]
+bucket = "{bucket}"
+prefix = "derived/"
+work_dir = "{tmp_path}/work"
+[target]
+path = "{REPOSITORY}/demo/target"
+layers = 2
+[tokenization]
+workers = 1
+[drafter]
+block_size = 4
+"""
+    )
+    return path
+
+
+@pytest.fixture
+def recipe(recipe_file: Path) -> Recipe:
+    return load_recipe(recipe_file)
+
+
+@pytest.fixture
+def source(recipe: Recipe) -> Store:
+    """Where the completions lie."""
+    return open_stores(recipe).source
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.instance_for_test() as made:
+        yield made
+
+
+@pytest.fixture
+def materialize(
+    instance: dg.DagsterInstance, recipe: Recipe, recipe_file: Path
+) -> Callable[[Sequence[str]], dg.ExecuteInProcessResult]:
+    """Materialize the three file assets over a range of partitions, as the backfill daemon launches it."""
+
+    def run(partitions: Sequence[str]) -> dg.ExecuteInProcessResult:
+        return dg.materialize(
+            [completion_file_assets],
+            instance=instance,
+            resources={"recipe": RecipeResource(path=str(recipe_file))},
+            tags={
+                "dagster/asset_partition_range_start": partitions[0],
+                "dagster/asset_partition_range_end": partitions[-1],
+            },
+            raise_on_error=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def sync(instance: dg.DagsterInstance, recipe: Recipe) -> Callable[[], tuple[SourceFile, ...]]:
+    """Make what lies in the bucket partitions."""
+    return lambda: sync_partitions(instance, recipe).sources

@@ -1,0 +1,133 @@
+"""One bad file fails alone; good partitions are kept, and only the bad ones need another run."""
+
+from collections.abc import Callable, Sequence
+
+import dagster as dg
+
+from dflash_assets.partitions import completion_files
+from dflash_core.records import SourceFile
+from dflash_core.storage.store import Store
+
+ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
+Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
+Sync = Callable[[], tuple[SourceFile, ...]]
+Rows = Callable[[int, str], bytes]
+
+
+def partitions_by_status(instance: dg.DagsterInstance, asset: str) -> dict[str, set[str]]:
+    statuses = instance.get_status_by_partition(
+        dg.AssetKey(asset), instance.get_dynamic_partitions("completion_files"), completion_files
+    )
+    found: dict[str, set[str]] = {}
+    for partition, status in (statuses or {}).items():
+        found.setdefault("none" if status is None else status.name, set()).add(partition)
+    return found
+
+
+def last_metadata(instance: dg.DagsterInstance, asset: str, partition: str) -> dict[str, object]:
+    (record,) = instance.fetch_materializations(
+        dg.AssetRecordsFilter(asset_key=dg.AssetKey(asset), asset_partitions=[partition]), limit=1
+    ).records
+    assert record.asset_materialization is not None
+    return {name: value.value for name, value in record.asset_materialization.metadata.items()}
+
+
+def test_two_bad_files_of_ten_fail_alone(
+    instance: dg.DagsterInstance, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+) -> None:
+    for number in range(10):
+        source.put(f"part-{number}.jsonl", rows(5, f"part-{number}"))
+    source.put("part-3.jsonl.gz", b"\x1f\x8b broken")
+    source.put("part-7.jsonl", b"not json at all\n")
+    partitions = sorted(s.partition for s in sync())
+
+    result = materialize(partitions)
+
+    assert not result.success
+    failure = result.failure_data_for_node("completion_files")
+    assert failure is not None
+    assert failure.user_failure_data is not None
+    assert "2 of 11 files failed" in (failure.user_failure_data.description or "")
+    bad = {"part-3.jsonl.gz", "part-7"}
+    for asset in ASSETS:
+        assert partitions_by_status(instance, asset) == {"MATERIALIZED": set(partitions) - bad, "FAILED": bad}
+
+    source.put("part-3.jsonl.gz", rows(5, "part-3-again"))
+    source.put("part-7.jsonl", rows(5, "part-7-again"))
+    for partition in sorted(bad):
+        assert materialize([partition]).success
+    for asset in ASSETS:
+        assert partitions_by_status(instance, asset) == {"MATERIALIZED": set(partitions)}
+
+
+def test_a_bad_line_rejects_that_line(
+    instance: dg.DagsterInstance, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+) -> None:
+    source.put("a.jsonl", rows(4, "a") + b'{"messages": [{"role": "us\n' + rows(2, "b"))
+    sync()
+    assert materialize(["a"]).success
+    metadata = last_metadata(instance, "tokenized_shards", "a")
+    assert (metadata["rows read"], metadata["dagster/row_count"], metadata["rows rejected"]) == (7, 6, 1)
+    assert sum(metadata["reject reasons"].values()) == 1  # type: ignore[attr-defined]
+
+
+def test_what_is_valid_is_not_done_again_and_says_so(
+    instance: dg.DagsterInstance, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+) -> None:
+    source.put("a.jsonl", rows(4, "a"))
+    sync()
+    materialize(["a"])
+    first = last_metadata(instance, "tokenized_shards", "a")
+    materialize(["a"])
+    again = last_metadata(instance, "tokenized_shards", "a")
+    assert (first["skipped, still valid"], again["skipped, still valid"]) == (False, True)
+    assert first["sha256"] == again["sha256"]
+
+    source.put("a.jsonl", rows(5, "a"))
+    materialize(["a"])
+    changed = last_metadata(instance, "tokenized_shards", "a")
+    assert changed["skipped, still valid"] is False
+    assert changed["sha256"] != first["sha256"]
+
+
+def test_data_versions_are_per_partition(
+    instance: dg.DagsterInstance, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+) -> None:
+    for name in ("a", "b"):
+        source.put(f"{name}.jsonl", rows(4, name))
+    sync()
+    materialize(["a", "b"])
+    for asset in ASSETS:
+        versions = set()
+        for partition in ("a", "b"):
+            event = instance.fetch_materializations(
+                dg.AssetRecordsFilter(asset_key=dg.AssetKey(asset), asset_partitions=[partition]), limit=1
+            ).records[0]
+            assert event.asset_materialization is not None
+            assert event.asset_materialization.tags is not None
+            versions.add(event.asset_materialization.tags["dagster/data_version"])
+        assert len(versions) == 2
+
+
+def test_a_vanished_file_fails_its_partition(
+    instance: dg.DagsterInstance, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+) -> None:
+    for name in ("a", "b"):
+        source.put(f"{name}.jsonl", rows(4, name))
+    sync()
+    source.client.delete_object(Bucket=source.bucket, Key=source.prefix + "b.jsonl")
+    assert not materialize(["a", "b"]).success
+    assert partitions_by_status(instance, "tokenized_shards") == {"MATERIALIZED": {"a"}, "FAILED": {"b"}}
+
+
+def test_a_missing_bucket_is_one_sentence(
+    instance: dg.DagsterInstance, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+) -> None:
+    source.put("a.jsonl", rows(4, "a"))
+    sync()
+    source.client.delete_object(Bucket=source.bucket, Key=source.prefix + "a.jsonl")
+    result = materialize(["a"])
+    failure = result.failure_data_for_node("completion_files")
+    assert failure is not None
+    assert failure.user_failure_data is not None
+    assert "holds no file of completions" in (failure.user_failure_data.description or "")

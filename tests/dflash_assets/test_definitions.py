@@ -1,0 +1,68 @@
+"""The code location: loads fast and without torch, and has exactly this graph."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+
+from dflash_assets.definitions import defs
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+LINEAGE = {
+    "raw_completions": set[str](),
+    "tokenized_shards": {"raw_completions"},
+    "loss_mask_stats": {"tokenized_shards"},
+    "training_set": {"tokenized_shards", "loss_mask_stats"},
+    "drafter_checkpoint": {"training_set"},
+    "drafter_coverage": {"drafter_checkpoint"},
+    "drafter_eval": {"drafter_checkpoint"},
+    "drafter_export": {"drafter_checkpoint", "drafter_eval"},
+}
+PARTITIONED = {"raw_completions", "tokenized_shards", "loss_mask_stats", "drafter_coverage"}
+
+
+def test_lineage() -> None:
+    graph = defs.resolve_asset_graph()
+    nodes = [graph.get(key) for key in graph.get_all_asset_keys()]
+    assert {node.key.to_user_string(): {key.to_user_string() for key in node.parent_keys} for node in nodes} == LINEAGE
+    assert {node.key.to_user_string() for node in nodes if node.is_partitioned} == PARTITIONED
+
+
+def test_everything_tells_what_it_is() -> None:
+    graph = defs.resolve_asset_graph()
+    for key in graph.get_all_asset_keys():
+        node = graph.get(key)
+        assert node.description
+        assert node.owners
+        assert node.kinds
+        assert node.group_name in ("data", "training", "serving")
+
+
+def test_training_waits_for_the_gpu_and_tokenization_for_the_cores() -> None:
+    pools = {d.node_def.name: d.op.pool for d in defs.resolve_all_asset_specs() and _assets()}
+    assert pools["drafter_checkpoint"] == pools["drafter_eval"] == "gpu"
+    assert pools["completion_files"] == "cpu"
+
+
+def test_names_are_the_files() -> None:
+    files = {path.stem for path in (REPOSITORY / "dflash_assets").glob("*.py")}
+    single = set(LINEAGE) - {"raw_completions", "tokenized_shards", "loss_mask_stats", "drafter_coverage"}
+    assert single <= files
+    assert "completion_files" in files
+
+
+def test_loads_without_torch_in_seconds() -> None:
+    program = (
+        "import time; start = time.monotonic(); import dagster; imported = time.monotonic(); "
+        "import dflash_assets.definitions, sys; "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules, 'heavy import'; "
+        "print((time.monotonic() - imported) / (imported - start))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.5, "our own imports take longer than Dagster's"
+
+
+def _assets() -> list[dg.AssetsDefinition]:
+    return [a for a in defs.assets or [] if isinstance(a, dg.AssetsDefinition) and a.is_executable]
