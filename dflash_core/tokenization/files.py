@@ -36,6 +36,7 @@ from dflash_core.tokenization.turns import TurnRenderer
 log = logging.getLogger(__name__)
 
 ROWS_PER_BATCH = 512
+CHARS_PER_BATCH = 4 << 20
 TOP_REASONS = 3
 MAX_LISTINGS = 8
 """Files asked for one by one; for more the whole folder is listed."""
@@ -307,14 +308,16 @@ def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, do
 
 def _chunks(reading: CompletionFile, rejects: list[Reject]) -> Iterator[list[Completion]]:
     chunk: list[Completion] = []
+    chars = 0
     for item in reading:
         if isinstance(item, Reject):
             rejects.append(item)
             continue
         chunk.append(item)
-        if len(chunk) == ROWS_PER_BATCH:
+        chars += sum(len(message.content) + len(message.reasoning or "") for message in item.messages)
+        if len(chunk) >= ROWS_PER_BATCH or chars >= CHARS_PER_BATCH:
             yield chunk
-            chunk = []
+            chunk, chars = [], 0
     if chunk:
         yield chunk
 

@@ -1,0 +1,186 @@
+"""One file's bytes become a shard, statistics and rejects in which no row is missing."""
+
+import gzip
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from dflash_core.errors import UnreadableFile
+from dflash_core.quality.flags import Flag
+from dflash_core.quality.hashes import unpack
+from dflash_core.records import Reject, SourceFile
+from dflash_core.tokenization.files import FileTokenizer
+from dflash_core.tokenization.shards import read_shard
+
+ANSWER = "The quick brown fox jumps over the lazy dog, and the answer is 42."
+
+
+def source(size: int = 1) -> SourceFile:
+    return SourceFile(partition="p", key="completions/p.jsonl", uri="s3://b/completions/p.jsonl", etag="e", size=size)
+
+
+def line(**row: object) -> bytes:
+    return json.dumps({"prompt": "q", "completion": ANSWER, "finish_reason": "stop", **row}).encode()
+
+
+def rejects(done) -> list[Reject]:
+    return [Reject.model_validate_json(text) for text in done.rejects.splitlines()]
+
+
+def test_rows_read_are_rows_kept_plus_rows_rejected_each_with_line_and_reason(tokenizers) -> None:
+    two_turns = [
+        {"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["q", "", "q", ANSWER], strict=True)
+    ]
+    body = b"\n".join(
+        [
+            line(id="a"),
+            b"",
+            b'{"half',
+            line(id="b", completion=""),
+            line(id="c", completion="x"),
+            json.dumps({"id": "d", "messages": two_turns}).encode(),
+            line(id="e", prompt="q " * 600),
+        ]
+    )
+    done = tokenizers(min_supervised_tokens=8, max_length=400).tokenize(body, source(), "0" * 64)
+    statistics = done.statistics
+    assert statistics.rows_read == 8
+    assert statistics.rows_kept == 2
+    assert [(r.line, r.reason) for r in rejects(done)] == [
+        (2, "blank line"),
+        (3, "invalid JSON"),
+        (4, "empty completion"),
+        (5, "too few supervised tokens"),
+        (6, "empty completion"),
+        (7, "no supervised token"),
+    ]
+    assert statistics.rows_read == statistics.rows_kept + len(rejects(done))
+    assert sum(done.reject_reasons.values()) == len(rejects(done))
+    assert statistics.rows_rendered == 4
+    assert statistics.dropped == {"no supervised token": 1, "too few supervised tokens": 1}
+    assert read_shard(done.shard).column("row_id").to_pylist() == ["a", "d#1"]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_compressed_files_give_the_bytes_of_plain_ones(tokenizers, pack) -> None:
+    body = b"\n".join(line(id=str(i)) for i in range(5))
+    plain, packed = (tokenizers().tokenize(b, source(), "0" * 64) for b in (body, pack(body)))
+    assert (plain.shard, plain.rejects, plain.statistics) == (packed.shard, packed.rejects, packed.statistics)
+
+
+def test_a_shard_names_where_it_comes_from(tokenizers) -> None:
+    tokenizer = tokenizers()
+    metadata = read_shard(tokenizer.tokenize(line(), source(), "ab" * 32).shard).schema.metadata
+    assert metadata[b"fingerprint"].decode() == tokenizer.fingerprint
+    assert metadata[b"source_key"] == b"completions/p.jsonl"
+    assert metadata[b"source_etag"] == b"e"
+    assert metadata[b"source_sha256"] == b"ab" * 32
+    assert json.loads(metadata[b"counts"])["rows_kept"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", r"p\.jsonl is empty; remove it"),
+        (b"\n\n", r"none of 2 rows survives: blank line \(2\)"),
+        (b"PK\x03\x04\x00\x00\nabc", r"none of 2 rows survives: (NUL byte|invalid JSON) \(1\)"),
+        (line(completion="") + b"\n" + line(completion="") + b"\n{", r"empty completion \(2\); invalid JSON \(1\)"),
+        (gzip.compress(line())[:-5], "truncated gzip"),
+        ("\ufeff".encode("utf-16-le") + line().decode().encode("utf-16-le"), "NUL byte"),
+    ],
+    ids=["zero bytes", "blank lines", "a zip file", "only rejects", "truncated gzip", "UTF-16"],
+)
+def test_a_file_without_a_row_fails_with_the_top_reasons(tokenizers, body: bytes, sentence: str) -> None:
+    with pytest.raises(UnreadableFile, match=sentence):
+        tokenizers().tokenize(body, source(), "0" * 64)
+
+
+def test_turns_all_or_last_is_the_recipes_choice(tokenizers) -> None:
+    chat = [{"role": ("user", "assistant")[i % 2], "content": ANSWER} for i in range(6)]
+    body = json.dumps({"id": "r", "messages": chat}).encode()
+    for turns, expected in (("all", ["r#0", "r#1", "r#2"]), ("last", ["r#2"])):
+        done = tokenizers(turns=turns).tokenize(body, source(), "0" * 64)
+        assert read_shard(done.shard).column("row_id").to_pylist() == expected
+        assert done.statistics.rows_read == len(expected)
+
+
+def test_the_length_share_of_a_batch_is_seen(tokenizers) -> None:
+    body = b"\n".join(line(id=str(i), finish_reason="length" if i < 7 else "stop") for i in range(20))
+    statistics = tokenizers().tokenize(body, source(), "0" * 64).statistics
+    assert statistics.finish_reasons == {"length": 7, "stop": 13}
+    assert statistics.rows_kept == 20
+
+
+def test_repeated_ids_and_texts_are_counted(tokenizers) -> None:
+    body = b"\n".join([line(id="a"), line(id="a", completion=ANSWER * 2), line(id="b")])
+    statistics = tokenizers().tokenize(body, source(), "0" * 64).statistics
+    assert [len(set(unpack(hashes))) for hashes in (statistics.id_hashes, statistics.text_hashes)] == [2, 2]
+
+
+def test_engine_ids_and_drift_are_counted(tokenizers) -> None:
+    engine = {"prompt_token_ids": [5, 6], "completion_token_ids": [7, 8, 9]}
+    statistics = tokenizers().tokenize(line(**engine) + b"\n" + line(), source(), "0" * 64).statistics
+    flagged = [Flag(flags) for flags in statistics.flag_sets]
+    assert sum(Flag.ENGINE_IDS | Flag.DRIFT in flags for flags in flagged) == 1
+
+
+def test_many_batches_give_the_rows_of_one(make_recipe, monkeypatch) -> None:
+    body = b"\n".join(line(id=str(i), completion=ANSWER + f" {i}") for i in range(40))
+    tokenizer = FileTokenizer(make_recipe())
+    whole = tokenizer.tokenize(body, source(), "0" * 64)
+    monkeypatch.setattr("dflash_core.tokenization.files.ROWS_PER_BATCH", 7)
+    parts = tokenizer.tokenize(body, source(), "0" * 64)
+    assert read_shard(whole.shard).equals(read_shard(parts.shard))
+    assert whole.statistics == parts.statistics
+
+
+WITHOUT_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "dagster"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, NoTorch())
+from dflash_core.recipe import Recipe
+from dflash_core.records import SourceFile
+import dflash_core.tokenization.pipeline, dflash_core.tokenization.worker
+from dflash_core.tokenization.files import FileTokenizer
+recipe = Recipe.model_validate_json(sys.argv[1])
+source = SourceFile(partition="p", key="k", uri="u", etag="e", size=1)
+print(FileTokenizer(recipe).tokenize(sys.argv[2].encode(), source, "0").statistics.rows_kept)
+assert not {"torch", "transformers", "dagster"} & set(sys.modules)
+"""
+
+
+def test_tokenization_passes_without_torch(make_recipe) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, make_recipe().model_dump_json(), line().decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+
+
+LIMITED = """
+import json, resource, sys, zlib
+from dflash_core.records import SourceFile
+from dflash_core.recipe import Recipe
+from dflash_core.tokenization.files import FileTokenizer
+tokenizer = FileTokenizer(Recipe.model_validate_json(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+compressor = zlib.compressobj(1, zlib.DEFLATED, 31)
+body = b"".join(compressor.compress(b"x" * (1 << 20)) for _ in range(1000))
+body += compressor.compress(b"\\n" + sys.argv[2].encode()) + compressor.flush()
+source = SourceFile(partition="p", key="k", uri="u", etag="e", size=len(body))
+done = tokenizer.tokenize(body, source, "0")
+print(done.statistics.rows_kept, done.reject_reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 600 << 10)
+"""
+
+
+def test_a_line_of_a_gigabyte_is_rejected_within_a_gigabyte_of_memory(make_recipe) -> None:
+    assert resource.getrlimit(resource.RLIMIT_AS)
+    command = [sys.executable, "-c", LIMITED, make_recipe().model_dump_json(), line().decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.stdout == "1 {'line too long': 1} True\n", done.stderr
