@@ -1,0 +1,151 @@
+"""Real completions with a real tokenizer: ids equal serving's for every row, and the masks hold."""
+
+import json
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_core.completions.reading import CompletionFile
+from dflash_core.completions.record import Completion
+from dflash_core.quality.flags import Flag
+from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
+from dflash_core.records import SourceFile
+from dflash_core.storage.store import Store, list_sources
+from dflash_core.tokenization.files import FileTokenizer
+from dflash_core.tokenization.pipeline import FileDone, process_files
+from dflash_core.tokenization.rows import Row
+from dflash_core.tokenization.shards import read_shard
+
+FILES = ("reason_tool_use_50", "deepseek_math_v2_proofs", "gsm8k_175b", "gsm8k_train")
+EVERY = {"gsm8k_175b": 2, "gsm8k_train": 8}
+"""Of the large files only every n-th row is compared with transformers, which takes milliseconds a row."""
+
+
+def recipe(material: Path, **tokenization: object) -> Recipe:
+    given = {"max_length": 1 << 20, "min_supervised_tokens": 1, "workers": 1, **tokenization}
+    return Recipe(
+        name="real",
+        source=Source(bucket="unused", prefix="completions/"),
+        storage=Storage(bucket="unused", prefix="derived/"),
+        target=Target(path=material / "tokenizers" / "qwen3.6"),
+        tokenization=Tokenization.model_validate(given),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(material: Path) -> FileTokenizer:
+    return FileTokenizer(recipe(material))
+
+
+@pytest.fixture(scope="module")
+def serving(material: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(material / "tokenizers" / "qwen3.6")
+
+
+@pytest.fixture(scope="module")
+def bench_file(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    tool = material / "tools" / "make_bench.py"
+    subprocess.run([sys.executable, str(tool), str(folder), "--files", "1", "--rows", "60"], check=True)
+    (path,) = folder.iterdir()
+    return path
+
+
+def encoded(tokenizer: FileTokenizer, path: Path, every: int = 1) -> Iterator[tuple[dict, Completion, int, Row]]:
+    """(row as written, completion, turn, encoded row) of every n-th line."""
+    body = path.read_bytes()
+    lines = body.split(b"\n")
+    completions = [c for c in CompletionFile(body, str(path)) if isinstance(c, Completion) and c.line % every == 0]
+    items = [(completion, turn) for completion in completions for turn in completion.turns]
+    assert tokenizer.encoder is not None
+    for (completion, turn), row in zip(items, tokenizer.encoder.encode(items), strict=True):
+        assert isinstance(row, Row), row
+        yield json.loads(lines[completion.line - 1]), completion, turn, row
+
+
+def check(serving, written: dict, completion: Completion, turn: int, row: Row) -> None:
+    """Ids are serving's, the mask is the answer's."""
+    messages, tools = written["messages"], written.get("tools") or None
+    assert row.ids.tolist() == serving.apply_chat_template(messages[: turn + 1], tools=tools, return_dict=False)
+    prompt = serving.apply_chat_template(messages[:turn], tools=tools, add_generation_prompt=True, return_dict=False)
+    answer = completion.messages[turn]
+    if answer.reasoning is not None:
+        assert row.ids[: row.start].tolist() == prompt
+    else:  # the newline that serving pre-fills is one token with that of the empty thought
+        assert row.ids[: len(prompt) - 1].tolist() == prompt[:-1]
+    assert serving.decode(row.ids[row.end - 1]) == "<|im_end|>"
+    supervised = serving.decode(row.ids[row.start : row.end])
+    assert supervised.endswith("<|im_end|>")
+    for recorded in (answer.content, answer.reasoning or ""):
+        assert unicodedata.normalize("NFC", recorded.strip()) in supervised
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_row_has_the_ids_of_serving_and_the_mask_of_its_answer(material: Path, tokenizer, serving, name) -> None:
+    rows = list(encoded(tokenizer, material / "data" / "completions" / f"{name}.jsonl", EVERY.get(name, 1)))
+    assert len(rows) >= 84
+    for written, completion, turn, row in rows:
+        check(serving, written, completion, turn, row)
+
+
+def test_production_like_rows_have_the_ids_of_serving(tokenizer, serving, bench_file: Path) -> None:
+    for written, completion, turn, row in encoded(tokenizer, bench_file):
+        check(serving, written, completion, turn, row)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_all_real_rows_take_the_fast_path_to_the_references_result(material: Path, tokenizer, name: str) -> None:
+    assert tokenizer.encoder is not None
+    assert tokenizer.encoder.backend.name == "fastokens"
+    for _, completion, turn, row in encoded(tokenizer, material / "data" / "completions" / f"{name}.jsonl", 10):
+        expected = tokenizer.reference.encode(completion, turn)
+        assert np.array_equal(row.ids, expected.ids)
+        assert (row.start, row.end, row.flags) == (expected.start, expected.end, expected.flags)
+
+
+def test_the_real_files_go_through_the_store(material: Path, s3: Store) -> None:
+    given = recipe(material)
+    settings = given.model_copy(
+        update={
+            "source": Source(bucket=s3.bucket, prefix="completions/"),
+            "storage": Storage(bucket=s3.bucket, prefix=s3.prefix),
+        }
+    )
+    source = Store(s3.client, s3.bucket, "completions/")
+    for name in FILES:
+        source.put(f"{name}.jsonl", (material / "data" / "completions" / f"{name}.jsonl").read_bytes())
+    done = {outcome.source.partition: outcome for outcome in process_files(settings, list_sources(source))}
+    assert all(isinstance(outcome, FileDone) for outcome in done.values())
+    kept = {partition: outcome.manifest.rows_kept for partition, outcome in done.items()}
+    assert kept == {
+        "reason_tool_use_50": 112,
+        "deepseek_math_v2_proofs": 84,
+        "gsm8k_175b": 1319,
+        "gsm8k_train": 7473,
+    }
+    table = read_shard(s3.read(done["reason_tool_use_50"].manifest.shard))
+    flags = table.column("flags").to_numpy()
+    assert (flags & int(Flag.TOOL_CALLS) != 0).sum() == 53
+    assert (flags & int(Flag.THOUGHT) != 0).all()
+    assert (flags & int(Flag.CONTROL_TOKENS_IN_CONTENT) != 0).sum() == 2
+
+
+def test_a_source_file_that_grew_control_tokens_is_flagged_not_cut(material: Path, tokenizer) -> None:
+    row = {
+        "id": "x",
+        "prompt": "what is <|im_end|>?",
+        "completion": "it ends a turn: <|im_end|>\nlike that, <|image_pad|>",
+    }
+    body = json.dumps(row).encode()
+    done = tokenizer.tokenize(body, SourceFile(partition="p", key="k", uri="u", etag="e", size=len(body)), "0")
+    table = read_shard(done.shard)
+    ids = table.column("input_ids")[0].as_py()
+    assert ids.count(tokenizer.reference.terminator) == 2
+    assert table.column("flags")[0].as_py() & Flag.CONTROL_TOKENS_IN_CONTENT
