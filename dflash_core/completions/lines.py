@@ -19,6 +19,8 @@ MAX_TEXT_BYTES = 1 << 30
 """Most bytes one object may decompress to."""
 MAX_LINE_BYTES = 8 << 20
 BLOCK_BYTES = 1 << 20
+MAX_WHOLE_BYTES = 32 << 20
+"""A plain file up to this size is split at once, which copies it once less."""
 ZSTD_STEP_BYTES = 1 << 10
 """Four bytes of zstd can stand for 128 KiB, so one step yields 32 MiB at most."""
 ZSTD_MAX_WINDOW_BYTES = 128 << 20
@@ -79,7 +81,8 @@ def _blocks(body: bytes, where: str, max_text: int) -> Iterator[bytes]:
     elif body.startswith(ZSTD_MAGIC):
         blocks = _zstd(body, where)
     else:
-        blocks = (body[i : i + BLOCK_BYTES] for i in range(0, len(body), BLOCK_BYTES))
+        step = len(body) if len(body) <= MAX_WHOLE_BYTES else BLOCK_BYTES
+        blocks = (body[i : i + step] for i in range(0, len(body), step or 1))
     total = 0
     for block in blocks:
         total += len(block)

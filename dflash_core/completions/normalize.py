@@ -105,9 +105,8 @@ def _message(raw: Json, index: int, finish_reason: FinishReason | None) -> Messa
     if role is None:
         raise Refused("unknown role", f"message {index}: {raw.get('role', raw.get('from'))!r}")
     text = _text(content, index, optional=role == "assistant")
-    extra = (
-        tuple((key, raw[key]) for key in ("name", "tool_call_id") if type(raw.get(key)) is str) if len(raw) > 2 else ()
-    )
+    named = [key for key in ("name", "tool_call_id") if key in raw]
+    extra = tuple((key, raw[key]) for key in named if type(raw[key]) is str) if named else ()
     if role != "assistant":
         return Message(role, text, extra=extra)
     reasoning, text = _split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
@@ -131,12 +130,13 @@ def _text(content: Json, index: int, *, optional: bool) -> str:
 
 
 def _recorded_reasoning(raw: dict[str, Json], index: int) -> str | None:
-    found = {raw[key] for key in REASONING_KEYS if type(raw.get(key)) is str and raw[key]}
-    if any(raw.get(key) is not None and type(raw[key]) is not str for key in REASONING_KEYS):
-        raise Refused("reasoning is not text", f"message {index}")
-    if len(found) > 1:
+    first, second = (raw.get(key) for key in REASONING_KEYS)
+    for given in (first, second):
+        if given is not None and type(given) is not str:
+            raise Refused("reasoning is not text", f"message {index}")
+    if first and second and first != second:
         raise Refused("ambiguous form", f"message {index} has two different thoughts")
-    return found.pop() if found else None
+    return first or second or None
 
 
 def _split_reasoning(recorded: str | None, content: str, finish_reason: FinishReason | None) -> tuple[str | None, str]:

@@ -31,18 +31,29 @@ def parse_object(text: bytes) -> dict[str, Json]:
     if type(row) is not dict:
         raise Refused("not a JSON object", f"a {_kind(row)}")
     try:
-        if text.count(b'":') - text.count(b'\\":') != _count_keys(row) or _has_structure(row):
+        if _may_hide_a_key(text, _count_keys(row)) or _has_structure(row):
             return _parse_exactly(text)
     except RecursionError:
         raise Refused("nested too deeply") from None
     return row
 
 
+def _may_hide_a_key(text: bytes, keys: int) -> bool:
+    """Whether the text has another number of keys than was parsed from it: one came twice, or it is unusual."""
+    ends = text.count(b'":')
+    return ends != keys and ends - text.count(b'\\":') != keys
+
+
 def _count_keys(value: Json) -> int:
-    """Keys in all objects; cheaper to count than to hash, and it differs from the text's when a key came twice."""
+    """Keys in all objects, but for those in a list that begins with neither object nor list."""
     if type(value) is dict:
-        return len(value) + sum(_count_keys(v) for v in value.values() if type(v) is dict or type(v) is list)
-    return sum(_count_keys(v) for v in value if type(v) is dict or type(v) is list)
+        keys, parts = len(value), list(value.values())
+    else:
+        keys, parts = 0, value if type(value[0]) is dict or type(value[0]) is list else []
+    for part in parts:
+        if (type(part) is dict or type(part) is list) and part:
+            keys += _count_keys(part)
+    return keys
 
 
 def _has_structure(row: dict[str, Json]) -> bool:

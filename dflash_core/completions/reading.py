@@ -46,7 +46,7 @@ def without_empty_turns(completion: Completion) -> Iterator[Completion | Reject]
         message = completion.messages[turn]
         finish_reason = completion.finish_reason if turn == last else "stop"
         cut_in_thought = finish_reason == "length" and message.reasoning
-        if message.content.strip() or message.tool_calls or cut_in_thought:
+        if (message.content and not message.content.isspace()) or message.tool_calls or cut_in_thought:
             full.append(turn)
         else:
             detail = "a thought and no answer" if message.reasoning else "no text"
