@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from dflash_assets.metadata import file_uri, picture
+from dflash_assets.metadata import GROUP, file_uri, picture
 from dflash_assets.partitions import completion_files, sources_of
 from dflash_assets.resources import RecipeResource
 from dflash_core import CODE_VERSION
@@ -29,7 +29,7 @@ OWNERS = ["team:data"]
 raw_completions = dg.AssetSpec(
     "raw_completions",
     description="A file of completions as the target model wrote it: read whole, hashed, every line kept or rejected.",
-    group_name="data",
+    group_name=GROUP,
     kinds={"s3"},
     owners=OWNERS,
     code_version=CODE_VERSION,
@@ -39,7 +39,7 @@ tokenized_shards = dg.AssetSpec(
     "tokenized_shards",
     deps=["raw_completions"],
     description="Token ids and loss spans of every row, rendered as serving renders them; an Arrow file.",
-    group_name="data",
+    group_name=GROUP,
     kinds={"arrow", "s3"},
     owners=OWNERS,
     code_version=CODE_VERSION,
@@ -49,7 +49,7 @@ loss_mask_stats = dg.AssetSpec(
     "loss_mask_stats",
     deps=["tokenized_shards"],
     description="What the loss will see: supervised tokens a row, lengths, finish reasons, duplicates, the spike.",
-    group_name="data",
+    group_name=GROUP,
     kinds={"s3", "polars"},
     owners=OWNERS,
     code_version=CODE_VERSION,

@@ -82,6 +82,7 @@ def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
                     words = "" if log is None else ": " + last_words(log)
                     raise UserError(f"the Dagster UI did not come up at {ui.url}{words}")
                 time.sleep(0.2)
+            ui.ask("mutation { setNuxSeen }")  # no newsletter dialog before the first look
             yield ui
 
 

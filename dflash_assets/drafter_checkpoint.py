@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from dflash_assets.metadata import file_uri
+from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.partitions import NAME as PARTITIONS_NAME
 from dflash_assets.partitions import completion_files
 from dflash_assets.process import run_core
@@ -35,7 +35,7 @@ drafter_coverage = dg.AssetSpec(
     deps=["drafter_checkpoint"],
     partitions_def=completion_files,
     description="What the latest drafter took from each source file and how well it learned it.",
-    group_name="training",
+    group_name=GROUP,
     kinds={"pytorch"},
     owners=["team:training"],
 )
@@ -44,7 +44,7 @@ drafter_coverage = dg.AssetSpec(
 @dg.asset(
     deps=[training_set],
     description="The drafter, trained online against the frozen target whose hidden states are taken by hooks.",
-    group_name="training",
+    group_name=GROUP,
     kinds={"pytorch", "safetensors", "gpu"},
     tags={"gpu": ""},
     owners=["team:training"],

@@ -3,7 +3,7 @@
 import dagster as dg
 
 from dflash_assets.drafter_checkpoint import GPU_TAGS, drafter_checkpoint
-from dflash_assets.metadata import file_uri
+from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
 from dflash_core import CODE_VERSION
@@ -24,7 +24,7 @@ class RunConfig(dg.Config):
 @dg.asset(
     deps=[drafter_checkpoint],
     description="Acceptance length and losslessness; against an n-gram drafter and the drafter without its features.",
-    group_name="serving",
+    group_name=GROUP,
     kinds={"pytorch", "gpu"},
     tags={"gpu": ""},
     owners=["team:training"],

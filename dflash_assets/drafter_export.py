@@ -4,7 +4,7 @@ import dagster as dg
 
 from dflash_assets.drafter_checkpoint import drafter_checkpoint
 from dflash_assets.drafter_eval import RunConfig, drafter_eval
-from dflash_assets.metadata import file_uri
+from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
 from dflash_core import CODE_VERSION
@@ -15,7 +15,7 @@ from dflash_core.storage.store import open_stores
 @dg.asset(
     deps=[drafter_checkpoint, drafter_eval],
     description="config.json, model.safetensors and a model card, as serving engines load them.",
-    group_name="serving",
+    group_name=GROUP,
     kinds={"safetensors", "s3"},
     owners=["team:training"],
     code_version=CODE_VERSION,

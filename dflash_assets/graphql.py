@@ -30,6 +30,8 @@ RUN_STATUS = "query($id: ID!) { runOrError(runId: $id) { __typename ... on Run {
 BACKFILL = """query($id: String!) { partitionBackfillOrError(backfillId: $id) { __typename
   ... on PartitionBackfill { status runs(limit: 1000) { runId } error { message } }
   ... on PythonError { message } } }"""
+MATERIALIZATION = """query($key: AssetKeyInput!, $partition: String!) { assetNodeOrError(assetKey: $key) { __typename
+  ... on AssetNode { assetMaterializations(partitions: [$partition], limit: 1) { timestamp } } } }"""
 PARTITIONS = """query($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { __typename ... on AssetNode {
   partitionStats { numPartitions numMaterialized numFailed } } } }"""
 
@@ -159,6 +161,11 @@ class Dagster:
         """(all, materialized, failed) partitions of an asset."""
         stats = self.ask(PARTITIONS, key={"path": [asset]})["assetNodeOrError"]["partitionStats"]
         return stats["numPartitions"], stats["numMaterialized"], stats["numFailed"]
+
+    def last_materialization(self, asset: str, partition: str) -> str | None:
+        """When the partition was last materialized (milliseconds, as Dagster writes them)."""
+        found = self.ask(MATERIALIZATION, key={"path": [asset]}, partition=partition)["assetNodeOrError"]
+        return next((str(one["timestamp"]) for one in found["assetMaterializations"]), None)
 
     def ask(self, query: str, **variables: Any) -> dict[str, Any]:
         """One GraphQL request.

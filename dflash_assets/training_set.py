@@ -7,7 +7,7 @@ the lineage. A failing verdict is written too; training refuses it.
 import dagster as dg
 
 from dflash_assets.completion_files import loss_mask_stats, tokenized_shards
-from dflash_assets.metadata import file_uri
+from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.resources import RecipeResource
 from dflash_core import CODE_VERSION
 from dflash_core.errors import UserError
@@ -28,7 +28,7 @@ class TrainingSetConfig(dg.Config):
 @dg.asset(
     deps=[tokenized_shards, loss_mask_stats],
     description="The frozen selection of shards that a drafter is trained on, and the gate's verdict on them.",
-    group_name="training",
+    group_name=GROUP,
     kinds={"s3"},
     owners=["team:data"],
     code_version=CODE_VERSION,

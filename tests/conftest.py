@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--material", type=Path, default=REPOSITORY.parent / "shared", help="the folder with sample data and tokenizers"
     )
+    parser.addoption("--screenshots", type=Path, default=None, help="keep the browser tests' pictures in this folder")
 
 
 @pytest.fixture(scope="session")

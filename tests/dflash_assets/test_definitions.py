@@ -7,6 +7,7 @@ from pathlib import Path
 import dagster as dg
 
 from dflash_assets.definitions import defs
+from dflash_assets.metadata import GROUP
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ def test_everything_tells_what_it_is() -> None:
         assert node.description
         assert node.owners
         assert node.kinds
-        assert node.group_name in ("data", "training", "serving")
+        assert node.group_name == GROUP
 
 
 def test_training_waits_for_the_gpu_and_tokenization_for_the_cores() -> None:

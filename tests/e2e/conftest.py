@@ -1,0 +1,57 @@
+"""A copy of the project's own files in a folder of its own, with the demo told in it once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO_TIMEOUT_S = 900
+
+Told = subprocess.CompletedProcess[str]
+Tell = Callable[[], Told]
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user has after cloning, without the virtual environment and without any state."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("dagster.yaml", "workspace.yaml", "recipes", "demo"):
+        path = REPOSITORY / name
+        if path.is_dir():
+            shutil.copytree(path, folder / name)
+        else:
+            shutil.copy(path, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """Without the AWS variables of the test session's own store."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "DAGSTER_", "DFLASH_"))}
+
+
+@pytest.fixture(scope="session")
+def tell(project: Path, environment: dict[str, str]) -> Tell:
+    """What `make demo` runs, in the project folder, without a terminal."""
+    return lambda: subprocess.run(
+        [sys.executable, "-m", "demo.story"],
+        cwd=project,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEMO_TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def told(tell: Tell) -> Told:
+    """The demo, told once; its state stays in the project folder."""
+    return tell()

@@ -1,0 +1,120 @@
+"""A real browser drives the running UI: lineage in flow order, a partition materialized from the dialog, its metadata.
+
+With `--screenshots DIR` the pictures of the documentation are taken anew.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from dflash_assets.dev import dagster_ui
+from dflash_assets.graphql import Dagster
+from dflash_core.recipe import load_recipe
+from dflash_core.storage.embedded import store_of
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
+
+RECIPE = Path("recipes/demo.toml")
+PARTITION = "part-03"
+FLOW = (
+    "raw_completions",
+    "tokenized_shards",
+    "loss_mask_stats",
+    "training_set",
+    "drafter_checkpoint",
+    "drafter_eval",
+    "drafter_export",
+)
+QUIET = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@pytest.fixture(scope="module")
+def ui(told: object, project: Path) -> Iterator[Dagster]:
+    """The UI over everything the demo left behind."""
+    with chdir(project), store_of(load_recipe(RECIPE)), dagster_ui(RECIPE, 0, project / "dagster.log") as running:
+        running.wait_until_loaded()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium."""
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.fail("no Chromium on this machine; `make browser` installs Debian's")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=executable, args=QUIET)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    opened = browser.new_page(viewport={"width": 1600, "height": 1000})
+    opened.set_default_timeout(60_000)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def screenshots(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder: Path = request.config.getoption("--screenshots") or tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def test_the_lineage_shows_every_asset_in_flow_order(ui: Dagster, page: Page, screenshots: Path) -> None:
+    page.goto(f"{ui.url}/asset-groups")
+    places = []
+    for asset in FLOW:
+        node = page.locator("[class*=AssetNode], foreignObject, svg").get_by_text(asset, exact=True).first
+        expect(node).to_be_visible()
+        box = node.bounding_box()
+        assert box is not None
+        places.append(box["x"])
+    page.screenshot(path=screenshots / "lineage.png")
+    assert places == sorted(places), dict(zip(FLOW, places, strict=True))
+
+
+def test_a_partition_is_materialized_from_the_dialog(ui: Dagster, page: Page, screenshots: Path) -> None:
+    before = ui.last_materialization("tokenized_shards", PARTITION)
+    page.goto(f"{ui.url}/assets/tokenized_shards?view=partitions")
+    page.locator("button", has_text="Materialize").first.click()
+    page.get_by_text("Select a partition or create one").click()
+    page.locator("[role=menuitem]", has_text=PARTITION).click()
+    page.get_by_text("Partition selection").click()
+    expect(page.get_by_text("1 partition", exact=True)).to_be_visible()
+    page.screenshot(path=screenshots / "materialize.png")
+    page.locator("button", has_text=re.compile("^Launch")).last.click()
+
+    deadline = time.monotonic() + 180
+    while ui.last_materialization("tokenized_shards", PARTITION) == before:
+        assert time.monotonic() < deadline, "the partition was not materialized"
+        time.sleep(1)
+
+    page.goto(f"{ui.url}/assets/loss_mask_stats?view=partitions&partition={PARTITION}")
+    expect(page.get_by_text("median supervised tokens").first).to_be_visible()
+    page.goto(f"{ui.url}/assets/tokenized_shards?view=partitions&partition={PARTITION}")
+    for entry in ("rows read", "rows rejected", "tokens", "sha256", "fingerprint"):
+        expect(page.get_by_text(entry, exact=True).first).to_be_visible()
+    page.screenshot(path=screenshots / "partition.png")
+
+
+def test_the_gates_verdict_is_on_the_page(ui: Dagster, page: Page, screenshots: Path) -> None:
+    page.goto(f"{ui.url}/assets/training_set?view=checks")
+    expect(page.get_by_text("gate", exact=True).first).to_be_visible()
+    page.screenshot(path=screenshots / "checks.png")

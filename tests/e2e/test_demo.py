@@ -1,0 +1,49 @@
+"""The demo keeps its promises, and a second telling redoes nothing."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from demo.report import DemoReport
+from dflash_core.drafter.folder import load_drafter
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(1200)]
+
+Told = subprocess.CompletedProcess[str]
+Tell = Callable[[], Told]
+WALL_S = 8 * 60
+TRAIN_S = 3 * 60
+
+
+def report_of(project: Path) -> DemoReport:
+    return DemoReport.model_validate_json((project / ".dflash/demo/report.json").read_bytes())
+
+
+def test_the_story_holds(told: Told, project: Path) -> None:
+    assert told.returncode == 0, told.stdout
+    report = report_of(project)
+    assert report.broken_promises() == []
+    assert report.prompts >= 32
+    assert report.partitions_ok == 8
+    assert report.rows_rejected >= 1
+    assert report.wall_s <= WALL_S
+    assert report.train_s <= TRAIN_S
+    assert "FAILS: part-03" in told.stdout
+
+
+def test_what_it_exported_loads(told: Told, project: Path) -> None:
+    config, _ = load_drafter(project / ".dflash/demo/drafter")
+    assert config.block_size == 8
+
+
+def test_telling_it_again_redoes_nothing(told: Told, tell: Tell, project: Path) -> None:
+    first = report_of(project)
+    again = tell()
+    assert again.returncode == 0, again.stdout
+    second = report_of(project)
+    unchanged = {"wall_s", "ui_url"}
+    assert second.model_dump(exclude=unchanged) == first.model_dump(exclude=unchanged)
+    assert "failed in an earlier run" in again.stdout
+    assert second.wall_s < first.wall_s / 2
