@@ -34,3 +34,7 @@ def sync(recipe: RecipeOption = DEFAULT_RECIPE) -> None:
     print(f"{len(synced.sources)} files, {len(synced.added)} new partitions, {len(synced.vanished)} without a file")
     for partition in synced.vanished:
         print(f"vanished: {partition}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """`dflash`: every asset's twin at the terminal. The same core call, a progress bar, no Dagster.
 
-    verify -> tokenize -> freeze -> train -> evaluate -> export
+    verify -> tokenize -> freeze -> train -> evaluate -> export        (and inspect: any row, its mask in colour)
 
 Results go to standard output, progress and refusals to standard error; a refusal is one sentence and exit code 2.
 Heavy imports happen inside the commands, so that `--help` and the data commands never wait for torch.
@@ -22,7 +22,7 @@ from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import CommandFailure, Record, SourceFile
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
-errors = Console(stderr=True, highlight=False)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 RecipeOption = Annotated[Path, typer.Option("--recipe", envvar="DFLASH_RECIPE", help="the recipe, a TOML file")]
 RunOption = Annotated[str | None, typer.Option("--run", help="a training run; default: the latest")]
@@ -98,6 +98,23 @@ def freeze(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT
         f"{frozen.rows_kept:,} rows, {frozen.tokens:,} tokens; gate: {verdict}"
     )
     raise typer.Exit(0 if frozen.verdict.passed else 1)
+
+
+@app.command()
+def inspect(
+    row: Annotated[str, typer.Argument(metavar="FILE[:ROW]", help="a partition or path; a row id or line number")],
+    recipe: RecipeOption = DEFAULT_RECIPE,
+    html: Annotated[Path | None, typer.Option(help="write a page instead")] = None,
+) -> None:
+    """One row of a shard: its tokens, the supervised ones in colour, from the stored ids and mask."""
+    from dflash_core.tokenization.inspect import inspect_row, to_html, to_terminal
+
+    found = inspect_row(open_recipe(recipe), row)
+    if html is None:
+        Console(highlight=False).print(to_terminal(found))
+    else:
+        html.write_text(to_html(found), encoding="utf8")
+        print(html)
 
 
 @app.command()
@@ -199,7 +216,7 @@ def main() -> None:
         with at_exit:
             app()
     except UserError as error:
-        errors.print(f"[red]error:[/] {error}", soft_wrap=True)
+        errors.print(f"[red]error:[/] {error}")
         sys.exit(error.exit_code)
 
 

@@ -1,0 +1,110 @@
+"""The CLI twins run the real path, and bad input is one sentence with exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_core.recipe import Storage
+from dflash_core.storage.store import Store, make_client
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def dflash(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "dflash_assets.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def recipe(bucket: str, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'name = "test"\n[source]\nbucket = "{bucket}"\nprefix = "in/"\n'
+        f'[storage]\nbucket = "{bucket}"\nprefix = "out/"\nwork_dir = "{tmp_path}/work"\n'
+        f'[target]\npath = "{REPOSITORY}/demo/target"\nlayers = 2\n[drafter]\nblock_size = 4\n'
+        "[tokenization]\nworkers = 1\n"
+    )
+    return path
+
+
+@pytest.fixture
+def source(bucket: str) -> Store:
+    return Store(make_client(Storage(bucket=bucket)), bucket, "in/")
+
+
+def completions(count: int) -> bytes:
+    rows = [
+        {
+            "id": str(number),
+            "messages": [
+                {"role": "user", "content": f"How many pears are in {number} boxes?"},
+                {"role": "assistant", "content": f"There are {number} boxes, so I count. " * (1 + number % 5)},
+            ],
+            "finish_reason": "stop",
+        }
+        for number in range(count)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_verify_tokenize_freeze(recipe: Path, source: Store) -> None:
+    source.put("a.jsonl", completions(30) + b"broken\n")
+    source.put("b.jsonl", completions(20))
+    verified = dflash("verify", "--recipe", str(recipe))
+    assert verified.returncode == 0, verified.stderr
+    assert verified.stdout.startswith("2 of 2 files read, 51 rows, 1 rejected")
+    assert "a.jsonl:31" in verified.stderr
+    tokenized = dflash("tokenize", "--recipe", str(recipe))
+    assert tokenized.returncode == 0, tokenized.stderr
+    assert "2 of 2 files, 0 of them still valid: 51 rows read, 50 kept, 1 rejected" in tokenized.stdout
+    assert "2 of them still valid" in dflash("tokenize", "--recipe", str(recipe)).stdout
+    shown = dflash("inspect", "a:3", "--recipe", str(recipe))
+    assert shown.returncode == 0, shown.stderr
+    assert "How many pears are in" in shown.stdout
+    frozen = dflash("freeze", "--recipe", str(recipe))
+    assert "gate: fail" in frozen.stdout
+    assert frozen.returncode == 1
+    assert "repeat the text of another row" in frozen.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "sentence"),
+    [
+        ("in/", "elsewhere/", "holds no file of completions"),
+        ("demo/target", "demo/nothing", "demo/nothing"),
+        ("block_size", "blok_size", "drafter.blok_size: no such key"),
+        ("[source]\nbucket = ", '[source]\nbucket = "no-such-bucket" # ', "bucket 'no-such-bucket' does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence(recipe: Path, source: Store, wrong: str, right: str, sentence: str) -> None:
+    source.put("a.jsonl", completions(3))
+    recipe.write_text(recipe.read_text().replace(wrong, right))
+    refused = dflash("tokenize", "--recipe", str(recipe))
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert sentence in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stderr.strip().count("\n") == 0
+
+
+def test_wrong_credentials(recipe: Path, source: Store) -> None:
+    source.put("a.jsonl", completions(3))
+    refused = dflash("tokenize", "--recipe", str(recipe), AWS_SECRET_ACCESS_KEY="wrong")
+    assert refused.returncode == 2
+    assert "refuses the credentials" in refused.stderr
+
+
+def test_nothing_to_train_on(recipe: Path, source: Store) -> None:
+    refused = dflash("train", "--recipe", str(recipe))
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "training set" in refused.stderr

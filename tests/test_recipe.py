@@ -1,0 +1,61 @@
+"""A recipe is validated once, at the border: a misspelt key, a wrong value or a missing file is one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_core.errors import RecipeError
+from dflash_core.recipe import load_recipe
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MINIMAL = """
+name = "run"
+[source]
+bucket = "a"
+[storage]
+bucket = "b"
+[target]
+path = "model"
+"""
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes").glob("*.toml")), ids=lambda path: path.name)
+def test_the_recipes_in_the_tree_are_valid(path: Path) -> None:
+    assert load_recipe(path).name == path.stem
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_follow_the_block_size(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, MINIMAL + "[drafter]\nblock_size = 8\n"))
+    assert (recipe.min_supervised_tokens, recipe.gamma) == (16, 4.0)
+    assert str(recipe.tokenizer_path) == "model"
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ("[tokenization]\nmax_lenght = 5\n", r"tokenization\.max_lenght: no such key; check its spelling"),
+        ("[trianing]\n", r"trianing: no such key"),
+        ("[training]\nepochs = 0\n", r"training\.epochs: .*greater than 0"),
+        ("[gate]\nmin_coverage = 1.5\n", r"gate\.min_coverage: .*less than or equal to 1"),
+        (
+            '[training.placement]\ntargets = ["cuda:0", "cuda:1", "cuda:2"]\ndrafters = ["cuda:3", "cuda:4"]\n',
+            "3 targets",
+        ),
+        ("this is no toml", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, extra: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence) as refused:
+        load_recipe(written(tmp_path, MINIMAL + extra))
+    assert "recipe.toml" in str(refused.value)
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"nowhere\.toml does not exist"):
+        load_recipe(tmp_path / "nowhere.toml")
