@@ -105,13 +105,16 @@ def _message(raw: Json, index: int, finish_reason: FinishReason | None) -> Messa
     if role is None:
         raise Refused("unknown role", f"message {index}: {raw.get('role', raw.get('from'))!r}")
     text = _text(content, index, optional=role == "assistant")
-    named = [key for key in ("name", "tool_call_id") if key in raw]
-    extra = tuple((key, raw[key]) for key in named if type(raw[key]) is str) if named else ()
+    extra = _extra(raw) if "name" in raw or "tool_call_id" in raw else ()
     if role != "assistant":
         return Message(role, text, extra=extra)
     reasoning, text = _split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
     calls = _tool_calls(raw["tool_calls"]) if raw.get("tool_calls") else ()
     return Message(role, text, reasoning, calls, extra)
+
+
+def _extra(raw: dict[str, Json]) -> tuple[tuple[str, str], ...]:
+    return tuple((key, raw[key]) for key in ("name", "tool_call_id") if type(raw.get(key)) is str)
 
 
 def _text(content: Json, index: int, *, optional: bool) -> str:
@@ -130,10 +133,9 @@ def _text(content: Json, index: int, *, optional: bool) -> str:
 
 
 def _recorded_reasoning(raw: dict[str, Json], index: int) -> str | None:
-    first, second = (raw.get(key) for key in REASONING_KEYS)
-    for given in (first, second):
-        if given is not None and type(given) is not str:
-            raise Refused("reasoning is not text", f"message {index}")
+    first, second = raw.get("reasoning_content"), raw.get("reasoning")
+    if (first is not None and type(first) is not str) or (second is not None and type(second) is not str):
+        raise Refused("reasoning is not text", f"message {index}")
     if first and second and first != second:
         raise Refused("ambiguous form", f"message {index} has two different thoughts")
     return first or second or None

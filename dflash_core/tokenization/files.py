@@ -117,7 +117,7 @@ class FileTokenizer:
             rows = self._rows(completions, rejects)
             self.on_progress()
             if rows:
-                batches.append(apply_policies(batch_of(rows), self.recipe))
+                batches.append(apply_policies(batch_of(rows, self.recipe.tokenization.max_length), self.recipe))
         rejects.sort(key=lambda reject: reject.line)
         dropped = [
             Reject(line=line, reason=reason)

@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from dflash_core.quality.flags import Flag
 from dflash_core.quality.repetition import repetition_loops
 from dflash_core.recipe import Recipe
-from dflash_core.tokenization.rows import RowBatch
+from dflash_core.tokenization.rows import I64, RowBatch
 
 
 def apply_policies(batch: RowBatch, recipe: Recipe) -> RowBatch:
-    """Cut rows, mark them and say which are dropped and why."""
+    """Cut the spans of rows whose ids `batch_of` has cut, mark them and say which are dropped and why."""
     rules, longest = recipe.tokenization, recipe.tokenization.max_length
-    flags = batch.flags | np.where(_loops(batch), int(Flag.REPETITION_LOOP), 0)
     clipped = batch.end > longest
-    flags = np.where(clipped, flags | int(Flag.CLIPPED | Flag.NO_TERMINATOR), flags)
+    flags = np.where(clipped, batch.flags | int(Flag.CLIPPED | Flag.NO_TERMINATOR), batch.flags)
     end = np.minimum(batch.end, longest)
     start = np.minimum(batch.start, end)
+    flags |= np.where(_loops(batch, flags, start, end), int(Flag.REPETITION_LOOP), 0)
     supervised = end - start
     dropped = np.full(len(batch), None, object)
     # The reason that explains most comes last and wins.
@@ -32,21 +32,10 @@ def apply_policies(batch: RowBatch, recipe: Recipe) -> RowBatch:
         dropped[(flags & int(Flag.TRUNCATED_IN_THOUGHT)) != 0] = "truncated in the thought"
     if rules.truncation == "drop":
         dropped[clipped] = "longer than max_length"
-    ids, offsets = _clip(batch, longest)
-    return replace(batch, flags=flags, ids=ids, offsets=offsets, start=start, end=end, dropped=dropped.tolist())
+    return replace(batch, flags=flags, start=start, end=end, dropped=dropped.tolist())
 
 
-def _loops(batch: RowBatch) -> NDArray[np.bool_]:
+def _loops(batch: RowBatch, flags: I64, start: I64, end: I64) -> NDArray[np.bool_]:
     begins = batch.offsets[:-1]
-    terminated = (batch.flags & int(Flag.NO_TERMINATOR)) == 0
-    ids = batch.ids.view(np.uint32)
-    return repetition_loops(ids, begins + batch.start, begins + batch.end - terminated)
-
-
-def _clip(batch: RowBatch, longest: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    lengths = np.diff(batch.offsets)
-    if not len(lengths) or lengths.max() <= longest:
-        return batch.ids, batch.offsets
-    kept = np.minimum(lengths, longest)
-    within = np.arange(len(batch.ids)) - np.repeat(batch.offsets[:-1], lengths)
-    return batch.ids[within < np.repeat(kept, lengths)], np.concatenate([[0], np.cumsum(kept)])
+    terminated = (flags & int(Flag.NO_TERMINATOR)) == 0
+    return repetition_loops(batch.ids.view(np.uint32), begins + start, begins + end - terminated)

@@ -58,15 +58,16 @@ class RowBatch:
         return len(self.row_ids)
 
 
-def batch_of(rows: Sequence[Row]) -> RowBatch:
-    """Rows as columns."""
+def batch_of(rows: Sequence[Row], longest: int) -> RowBatch:
+    """Rows as columns, their ids cut at `longest` tokens; spans stay as they are, for `apply_policies` to judge."""
+    pieces = [row.ids[:longest] for row in rows]
     return RowBatch(
         row_ids=[row.row_id for row in rows],
         lines=np.array([row.line for row in rows], np.int64),
         finish_reasons=[row.finish_reason for row in rows],
         flags=np.array([row.flags for row in rows], np.int64),
-        ids=np.concatenate([row.ids for row in rows]) if rows else np.zeros(0, np.int32),
-        offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
+        ids=np.concatenate(pieces) if rows else np.zeros(0, np.int32),
+        offsets=np.cumsum([0, *map(len, pieces)], dtype=np.int64),
         start=np.array([row.start for row in rows], np.int64),
         end=np.array([row.end for row in rows], np.int64),
         dropped=[None] * len(rows),

@@ -23,18 +23,18 @@ def recipe(**tokenization: object) -> Recipe:
     )
 
 
-def batch(*spans: tuple[int, int, int], flags: int = 0) -> RowBatch:
-    """Rows of (length, start, end) with consecutive ids."""
+def batch(*spans: tuple[int, int, int], flags: int = 0, longest: int = 4096) -> RowBatch:
+    """Rows of (length, start, end) with consecutive ids, cut at `longest`."""
     rows = [
         Row(f"r{i}", i + 1, "stop", flags, np.arange(length, dtype=np.int32) + 1000 * i, start, end)
         for i, (length, start, end) in enumerate(spans)
     ]
-    return batch_of(rows)
+    return batch_of(rows, longest)
 
 
 @pytest.mark.parametrize("longest", range(1, 25))
 def test_a_cut_at_any_length_keeps_ids_and_mask_together_and_says_what_is_lost(longest: int) -> None:
-    done = apply_policies(batch((20, 5, 19)), recipe(max_length=longest))
+    done = apply_policies(batch((20, 5, 19), longest=longest), recipe(max_length=longest))
     kept = min(20, longest)
     assert done.ids.tolist() == list(range(kept))
     assert done.offsets.tolist() == [0, kept]
@@ -46,12 +46,12 @@ def test_a_cut_at_any_length_keeps_ids_and_mask_together_and_says_what_is_lost(l
 
 
 def test_a_longer_row_is_dropped_where_the_recipe_says_so() -> None:
-    done = apply_policies(batch((20, 5, 19), (8, 2, 7)), recipe(max_length=10, truncation="drop"))
+    done = apply_policies(batch((20, 5, 19), (8, 2, 7), longest=10), recipe(max_length=10, truncation="drop"))
     assert done.dropped == ["longer than max_length", None]
 
 
 def test_losing_only_what_follows_the_terminator_is_no_loss() -> None:
-    done = apply_policies(batch((20, 5, 19)), recipe(max_length=19, truncation="drop"))
+    done = apply_policies(batch((20, 5, 19), longest=19), recipe(max_length=19, truncation="drop"))
     assert done.dropped == [None]
     assert not done.flags[0]
     assert len(done.ids) == 19
@@ -78,7 +78,7 @@ def test_thoughts_ended_by_length_follow_the_policy(policy: str) -> None:
 def test_loops_are_marked() -> None:
     ids = np.array([7, 8, 9] * 60 + [1], np.int32)
     row = Row("r", 1, "stop", 0, ids, 1, len(ids))
-    assert Flag(int(apply_policies(batch_of([row]), recipe()).flags[0])) & Flag.REPETITION_LOOP
+    assert Flag(int(apply_policies(batch_of([row], 4096), recipe()).flags[0])) & Flag.REPETITION_LOOP
 
 
 @settings(max_examples=100, deadline=None)
@@ -91,7 +91,7 @@ def test_policies_lose_no_row_and_keep_ids_and_spans_within_each_other(
     shapes: list[tuple[int, int, int]], longest: int, truncation: str
 ) -> None:
     rows = [(prompt + answer + tail, prompt, prompt + answer) for prompt, tail, answer in shapes]
-    before = batch(*rows)
+    before = batch(*rows, longest=longest)
     done = apply_policies(before, recipe(max_length=longest, truncation=truncation))
     assert len(done) == len(rows)
     for i, (length, _, _) in enumerate(rows):

@@ -11,7 +11,8 @@ def batch(first: int, rows: int, dropped: int | None = None) -> RowBatch:
         [
             Row(f"r{i}", i + 1, None if i % 2 else "length", i, np.arange(i + 3, dtype=np.int32), 1, i + 2)
             for i in range(first, first + rows)
-        ]
+        ],
+        4096,
     )
     if dropped is not None:
         made.dropped[dropped] = "too short"
