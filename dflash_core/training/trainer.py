@@ -119,6 +119,8 @@ class Trainer:
                 rate = learning_rate(work.batch.step, self.steps, self.training)
                 outcome = self.learner.update(rate, stop.asked)
                 self._pending.append(Pending(work.batch.step, work.batch.epoch, rate, outcome))
+                # One rank need not agree with others, so it need not wait for its own flag to come back.
+                self._stop_agreed = self._stop_agreed or (self.learner.ranks == 1 and stop.asked)
                 self._after_step(work.batch.step + 1, works.waited_s)
         self._flush()
         return self.progress

@@ -76,8 +76,6 @@ def test_damaged_or_missing_shards_are_refused(s3: Store, frozen: TrainingSet, t
 
 
 def test_a_training_set_that_counts_other_rows_is_refused(s3: Store, frozen: TrainingSet, tmp_path: Path) -> None:
-    wrong = frozen.model_copy(
-        update={"shards": (frozen.shards[0].model_copy(update={"rows": 6}), *frozen.shards[1:])}
-    )
+    wrong = frozen.model_copy(update={"shards": (frozen.shards[0].model_copy(update={"rows": 6}), *frozen.shards[1:])})
     with pytest.raises(ObjectCorrupt, match="holds 7 rows"):
         open_rows(s3, wrong, tmp_path, 2)

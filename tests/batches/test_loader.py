@@ -92,8 +92,7 @@ def test_prefetching_keeps_order_raises_errors_and_measures_waiting() -> None:
 
     got: list[int] = []
     with Prefetch(slow(), 2) as items, pytest.raises(ValueError, match="the disk is gone"):
-        for item in items:
-            got.append(item)
+        got.extend(items)
     assert got == [0, 1, 2]
     assert items.waited_s > 0.1
 

@@ -1,0 +1,170 @@
+"""Checkpoints: whole or not there, and never somebody else's."""
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_core.errors import IncompatibleError, StorageError
+from dflash_core.storage.transfers import sha256_file
+from dflash_core.training import checkpoint as module
+from dflash_core.training.checkpoint import (
+    METRICS,
+    POINTER,
+    STATE,
+    CheckpointFolder,
+    Damaged,
+    Progress,
+    Snapshot,
+    require_tensors,
+)
+
+IDENTITY = {"training_set": "abc", "target and tokenizer": "def", "drafters (ranks)": "1"}
+
+
+def snapshot(step: int) -> Snapshot:
+    generator = torch.Generator().manual_seed(step)
+    masters = {name: torch.randn(4, 3, generator=generator) for name in ("fc.weight", "norm.weight")}
+    moments = {f"{kind}.{name}": torch.randn(4, 3, generator=generator) for kind in ("exp_avg",) for name in masters}
+    return Snapshot(Progress(step=step, train_s=0.1 * step), masters, moments, torch.rand(2, 6, dtype=torch.float64))
+
+
+def folder_with(tmp_path: Path, *steps: int, keep: int = 2) -> tuple[CheckpointFolder, list[Snapshot]]:
+    metrics = tmp_path / METRICS
+    metrics.write_text("one\ntwo\nthree\n")
+    folder = CheckpointFolder(tmp_path / "checkpoints", IDENTITY, keep)
+    saved = [snapshot(step) for step in steps]
+    for each in saved:
+        folder.save(each, metrics, len("one\ntwo\n"))
+    return folder, saved
+
+
+def newest(folder: CheckpointFolder) -> Snapshot:
+    entry = folder.entries()[-1]
+    return folder.load(entry["step"], entry["sha256"])
+
+
+def same(a: Snapshot, b: Snapshot) -> bool:
+    tensors = [(a.masters, b.masters), (a.moments, b.moments), ({"c": a.coverage}, {"c": b.coverage})]
+    return a.progress == b.progress and all(
+        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in tensors
+    )
+
+
+def test_what_was_saved_is_loaded_and_only_the_last_are_kept(tmp_path: Path) -> None:
+    folder, saved = folder_with(tmp_path, 2, 4, 6)
+    assert [entry["step"] for entry in folder.entries()] == [4, 6]
+    assert same(newest(folder), saved[-1])
+    assert sorted(p.name for p in folder.path.iterdir()) == ["00000004", "00000006", POINTER]
+    assert (folder.folder(6) / METRICS).read_text() == "one\ntwo\n"
+
+
+def test_large_states_are_split_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_BYTES", 50)
+    folder, saved = folder_with(tmp_path, 1)
+    assert len(list(folder.folder(1).glob("masters-*"))) == 2
+    assert same(newest(folder), saved[0])
+
+
+def flip(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip, lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-4])],
+    ids=["flipped", "missing", "cut"],
+)
+@pytest.mark.parametrize("name", ["masters-000.safetensors", "moments-000.safetensors", METRICS, STATE])
+def test_a_damaged_file_is_noticed_and_the_one_before_is_good(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    folder, saved = folder_with(tmp_path, 2, 4)
+    damage(folder.folder(4) / name)
+    with pytest.raises(Damaged):
+        newest(folder)
+    before = folder.entries()[0]
+    assert same(folder.load(before["step"], before["sha256"]), saved[0])
+
+
+def test_a_damaged_pointer_names_nothing(tmp_path: Path) -> None:
+    folder, _ = folder_with(tmp_path, 2)
+    (folder.path / POINTER).write_text('{"checkpoints": [{"st')
+    assert folder.entries() == []
+
+
+@pytest.mark.parametrize("key", list(IDENTITY))
+def test_another_runs_checkpoint_is_refused_with_the_field(tmp_path: Path, key: str) -> None:
+    folder, _ = folder_with(tmp_path, 2)
+    other = CheckpointFolder(folder.path, {**IDENTITY, key: "xyz"}, 2)
+    entry = other.entries()[-1]
+    with pytest.raises(IncompatibleError) as refusal:
+        other.load(entry["step"], entry["sha256"])
+    assert f"{key} = {IDENTITY[key]}" in str(refusal.value)
+    assert f"{key} = xyz" in str(refusal.value)
+
+
+def test_a_missing_optimizer_state_is_refused_not_invented(tmp_path: Path) -> None:
+    """Even where somebody has made all hashes right again."""
+    folder, (saved,) = folder_with(tmp_path, 2)
+    file, state = folder.folder(2) / "moments-000.safetensors", folder.folder(2) / STATE
+    moments = load_file(file)
+    del moments["exp_avg.fc.weight"]
+    save_file(moments, file)
+    table = json.loads(state.read_text())
+    table["sha256"][file.name] = sha256_file(file)
+    state.write_text(json.dumps(table))
+    with pytest.raises(IncompatibleError, match=r"optimizer state exp_avg\.fc\.weight"):
+        require_tensors(folder.load(2, None), saved.masters, saved.moments)
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    folder, (saved,) = folder_with(tmp_path, 2)
+    with pytest.raises(IncompatibleError, match=r"weight fc\.weight has shape \(4, 3\), this run's \(4, 5\)"):
+        require_tensors(newest(folder), {**saved.masters, "fc.weight": torch.zeros(4, 5)}, saved.moments)
+
+
+def test_files_are_synced_before_the_rename_and_the_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename, replace = module._sync, os.rename, os.replace
+    monkeypatch.setattr(module, "_sync", lambda path: (done.append(f"sync {path.name}"), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append("rename"), rename(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("replace"), replace(a, b)))
+    folder, _ = folder_with(tmp_path, 2)
+    renamed, replaced = done.index("rename"), done.index("replace")
+    files = {p.name for p in folder.folder(2).iterdir()}
+    assert {f"sync {name}" for name in files} <= set(done[:renamed])
+    assert done[renamed + 1] == "sync checkpoints"
+    assert f"sync .{POINTER}" in done[renamed:replaced]
+    assert done[replaced + 1] == "sync checkpoints"
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(tmp_path: Path) -> None:
+    folder, saved = folder_with(tmp_path, 2)
+    large = Snapshot(Progress(step=4), {"fc.weight": torch.zeros(300, 300)}, {}, torch.zeros(2, 6))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write the checkpoint of step 4.*free disk space"):
+            folder.save(large, tmp_path / METRICS, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert same(newest(folder), saved[0])
+    assert not list(folder.path.glob(".saving-*"))
+
+
+def test_foreign_leftovers_of_a_crash_are_cleared(tmp_path: Path) -> None:
+    folder, _ = folder_with(tmp_path, 2)
+    shutil.copytree(folder.folder(2), folder.path / ".saving-00000009")
+    folder.save(snapshot(4), tmp_path / METRICS, 4)
+    assert not list(folder.path.glob(".saving-*"))

@@ -1,0 +1,244 @@
+"""Whatever kills a run, the same command gives the same weights, bit for bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_core.errors import IncompatibleError, TrainingStopped, UserError
+from dflash_core.recipe import Recipe
+from dflash_core.records import DrafterCheckpoint, SavedStep, TrainingSet
+from dflash_core.storage.store import Store
+from dflash_core.storage.transfers import sha256_file
+from dflash_core.training.checkpoint import METRICS, STATE
+from dflash_core.training.metrics import StepMetrics
+from dflash_core.training.run import train_drafter
+from dflash_core.training.trainer import StopRequest
+from tests.training.conftest import put_training_set, random_rows
+from tests.training.crash import Finished, train
+
+STRIDE = 19
+"""Every so many crossings one attempt is killed; 1 tries each of them, which takes minutes."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A six-step run in a place of its own."""
+
+    recipe: Recipe
+    frozen: TrainingSet
+    store: Store
+
+    def train(self, deadly: int = 0) -> Finished | None:
+        return train(self.recipe, self.frozen.hash, deadly)
+
+    def train_here(self, stop_after: int | None = None) -> tuple[DrafterCheckpoint, list[StepMetrics]]:
+        request, seen = StopRequest(), list[StepMetrics]()
+
+        def on_step(metrics: StepMetrics) -> None:
+            seen.append(metrics)
+            if metrics.step == stop_after:
+                request.ask()
+
+        return train_drafter(self.recipe, self.frozen.hash, False, on_step, request), seen
+
+    def stop(self, step: int) -> None:
+        with pytest.raises(TrainingStopped, match="the same command continues"):
+            self.train_here(step)
+
+    @property
+    def run_folder(self) -> Path:
+        (folder,) = (self.recipe.storage.work_dir / "drafter_checkpoint").iterdir()
+        return folder
+
+
+@pytest.fixture
+def make_world(s3: Store, make_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., World]:
+    """Worlds with 2 files x 20 rows, six steps of two micro-batches, a checkpoint after every second step."""
+
+    def make(place: str, **training: Any) -> World:
+        store = Store(s3.client, s3.bucket, f"{s3.prefix}{place}/")
+        frozen = put_training_set(store, {"file0": random_rows(0, 20), "file1": random_rows(1, 20)})
+        settings = {"max_steps": 6, "batch_rows": 2, "accumulation": 2, "validate_every_steps": 3, **training}
+        recipe = make_recipe(**settings)
+        storage = recipe.storage.model_copy(update={"work_dir": tmp_path / place, "prefix": store.prefix})
+        return World(recipe.model_copy(update={"storage": storage}), frozen, store)
+
+    return make
+
+
+def test_sigkill_anywhere_then_the_same_command_gives_the_same_bits(make_world: Callable[..., World]) -> None:
+    clean = make_world("clean").train()
+    assert clean is not None
+    continued = 0
+    for point in range(1, clean.crossings + 1, STRIDE):
+        world = make_world(f"at{point}")
+        assert world.train(point) is None
+        if point % 2:  # the machine is gone, too
+            shutil.rmtree(world.recipe.storage.work_dir, ignore_errors=True)
+        finished = world.train()
+        assert finished is not None
+        assert finished.weights == clean.weights, f"killed at crossing {point} of {clean.crossings}"
+        continued += finished.first_step != 1
+        shutil.rmtree(world.recipe.storage.work_dir, ignore_errors=True)
+    assert continued > 3
+
+
+def test_every_kill_after_a_kill_still_ends_at_the_same_bits(make_world: Callable[..., World]) -> None:
+    clean = make_world("clean").train()
+    world = make_world("often")
+    finished, attempts = None, 0
+    while finished is None:
+        finished = world.train(27)
+        attempts += 1
+        assert attempts < 12
+    assert attempts > 2
+    assert clean is not None
+    assert finished.weights == clean.weights
+
+
+def test_stopping_at_any_step_repeats_and_skips_nothing(make_world: Callable[..., World]) -> None:
+    plain, every = make_world("plain").train_here()
+    for step in range(1, 5):
+        world = make_world(f"stop{step}")
+        world.stop(step)
+        checkpoint, seen = world.train_here()
+        assert checkpoint.weights.sha256 == plain.weights.sha256
+        assert checkpoint.coverage == plain.coverage
+        lines = [StepMetrics.model_validate_json(line) for line in world.store.read(checkpoint.metrics).splitlines()]
+        assert [m.step for m in lines] == [1, 2, 3, 4, 5, 6]
+        assert [(m.loss, m.learning_rate, m.grad_norm) for m in lines] == [
+            (m.loss, m.learning_rate, m.grad_norm) for m in every
+        ]
+        assert [(m.held_out_loss, m.tokens) for m in lines] == [(m.held_out_loss, m.tokens) for m in every]
+        assert lines[-len(seen) :] == seen
+
+
+def test_a_new_machine_continues_from_the_store(make_world: Callable[..., World]) -> None:
+    plain, _ = make_world("plain").train_here()
+    world = make_world("moved")
+    world.stop(3)
+    shutil.rmtree(world.recipe.storage.work_dir)
+    checkpoint, seen = world.train_here()
+    assert seen[0].step > 3
+    assert checkpoint.weights.sha256 == plain.weights.sha256
+    assert world.store.read(checkpoint.metrics).count(b"\n") == 6
+
+
+def flip(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+def test_a_damaged_last_checkpoint_falls_back_aloud(
+    make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = make_world("plain").train_here()
+    world = make_world("damaged")
+    world.stop(3)
+    checkpoints = world.run_folder / "checkpoints"
+    last = sorted(checkpoints.glob("0*"))[-1]
+    flip(last / "masters-000.safetensors")
+    for key, _, _ in list(world.store.list(f"drafter_checkpoint/{world.run_folder.name}/checkpoints/{last.name}")):
+        world.store.client.delete_object(Bucket=world.store.bucket, Key=world.store.prefix + key)
+    checkpoint, _ = world.train_here()
+    assert f"checkpoint of step {int(last.name)} cannot be used" in caplog.text
+    assert "trying the one before" in caplog.text
+    assert checkpoint.weights.sha256 == plain.weights.sha256
+
+
+def test_a_damaged_local_checkpoint_is_taken_from_the_store(make_world: Callable[..., World]) -> None:
+    plain, _ = make_world("plain").train_here()
+    world = make_world("damaged")
+    world.stop(3)
+    for folder in (world.run_folder / "checkpoints").glob("0*"):
+        flip(folder / "moments-000.safetensors")
+    checkpoint, seen = world.train_here()
+    assert seen[0].step > 3
+    assert checkpoint.weights.sha256 == plain.weights.sha256
+
+
+def test_damaged_objects_in_the_store_are_not_used(
+    make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = make_world("plain").train_here()
+    world = make_world("damaged")
+    world.stop(3)
+    run = world.run_folder.name
+    shutil.rmtree(world.recipe.storage.work_dir)
+    below = f"drafter_checkpoint/{run}/checkpoints/"
+    manifests = [key for key, _, _ in world.store.list(below) if key.endswith("0.json") or key.count("/") == 3]
+    newest = world.store.get_record(sorted(k for k in manifests if k.endswith(".json"))[-1], SavedStep)
+    stored = next(f for f in newest.files if "masters" in f.key)
+    world.store.put(stored.key, world.store.get(stored.key).body[:-1])
+    checkpoint, _ = world.train_here()
+    assert "was damaged or replaced" in caplog.text
+    assert checkpoint.weights.sha256 == plain.weights.sha256
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"training_set": "feed"}, "training_set"),
+        ({"target and tokenizer": "feed"}, "target and tokenizer"),
+        ({"seed": "1"}, "seed"),
+        ({"drafters (ranks)": "2"}, "drafters (ranks)"),
+        ({"code_version": "0"}, "code_version"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    make_world: Callable[..., World], change: dict[str, str], field: str
+) -> None:
+    world = make_world("other")
+    world.stop(3)
+    folder = world.run_folder / "checkpoints"
+    pointer = json.loads((folder / "latest.json").read_text())
+    entry = pointer["checkpoints"][-1]
+    state = folder / f"{entry['step']:08d}" / STATE
+    table = json.loads(state.read_text())
+    table["identity"].update(change)
+    state.write_text(json.dumps(table))
+    entry["sha256"] = sha256_file(state)
+    (folder / "latest.json").write_text(json.dumps(pointer))
+    with pytest.raises(IncompatibleError, match=r"was made with") as refusal:
+        world.train_here()
+    assert f"{field} = {change[field]}" in str(refusal.value)
+
+
+def test_another_shape_of_the_step_is_refused(make_world: Callable[..., World]) -> None:
+    """The same rows a step, so the same run, but another accumulation: not the same bits."""
+    world = make_world("shape")
+    world.stop(3)
+    training = world.recipe.training.model_copy(update={"batch_rows": 4, "accumulation": 1})
+    other = World(world.recipe.model_copy(update={"training": training}), world.frozen, world.store)
+    with pytest.raises(IncompatibleError, match=r"training\.accumulation = 2"):
+        other.train_here()
+
+
+def test_two_trainings_of_one_run_do_not_meet(make_world: Callable[..., World]) -> None:
+    world = make_world("twice")
+    refused: list[str] = []
+
+    def on_step(_: StepMetrics) -> None:
+        if not refused:
+            with pytest.raises(UserError) as refusal:
+                world.train_here()
+            refused.append(str(refusal.value))
+
+    train_drafter(world.recipe, world.frozen.hash, False, on_step)
+    assert "another process is training" in refused[0]
+
+
+def test_what_a_crashed_attempt_wrote_to_the_metrics_is_cut(make_world: Callable[..., World]) -> None:
+    world = make_world("metrics")
+    world.stop(3)
+    with (world.run_folder / METRICS).open("a") as file:
+        file.write('{"step": 99}\n{"step": 1')
+    checkpoint, _ = world.train_here()
+    lines = world.store.read(checkpoint.metrics).splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,272 @@
+"""The step: one update whatever the number of ranks, and nothing that is not finite ever reaches the weights."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_core.batches.cache import RowStore, ShardRows, unpack
+from dflash_core.batches.loader import Batch, Loader, Shape
+from dflash_core.drafter.config import DrafterConfig
+from dflash_core.drafter.model import Drafter
+from dflash_core.drafter.objective import SlotWeights
+from dflash_core.tokenization.shards import read_shard
+from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
+from dflash_core.training.step import Learner, Rules, Sums
+from dflash_core.training.target import Head, Target, load_head, load_target
+from tests.training.conftest import MASK, VOCABULARY, random_rows, shard_bytes
+from tests.training.ranks import run_ranks
+
+CPU = torch.device("cpu")
+CONFIG = DrafterConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    num_hidden_layers=2,
+    block_size=4,
+    mask_token_id=MASK,
+    target_layer_ids=(1, 3),
+    num_target_layers=5,
+    layer_types=("sliding_attention", "full_attention"),
+    sliding_window=16,
+)
+PREPARATION = Preparation(seed=0, anchors=6, block_size=4, chunk_rows=32)
+RULES = Rules(SlotWeights("decay", 4.0), clip=1.0, betas=(0.9, 0.95), weight_decay=0.01, autocast=None)
+
+
+@pytest.fixture(scope="module")
+def rows() -> RowStore:
+    shards = [ShardRows(**unpack(read_shard(shard_bytes(random_rows(file, 19))))) for file in range(2)]  # type: ignore[arg-type]
+    return RowStore(["a", "b"], shards)
+
+
+@pytest.fixture(scope="module")
+def world(target_folder: Path) -> tuple[Target, Head]:
+    """Target and head in float64: equality is asked for."""
+    target = load_target(target_folder, CONFIG.target_layer_ids, torch.float64, CPU)
+    return target, load_head(target_folder, torch.float64, CPU)
+
+
+def make_learner(head: Head, rules: Rules = RULES, dtype: torch.dtype = torch.float64) -> Learner:
+    drafter = Drafter(CONFIG)
+    drafter.initialize(0)
+    head = Head(head.embedding.to(dtype), head.lm_head.to(dtype))
+    return Learner(drafter.to(dtype), head, rules, files=2)
+
+
+def steps(
+    learner: Learner, target: Target, loader: Loader, count: int, change: Callable[[Work], Work] = lambda work: work
+) -> Iterator[Sums]:
+    """Train `count` steps and yield their sums."""
+    works = (change(prepare(batch, PREPARATION)) for batch in loader.batches(0, count))
+    for work, features in FeatureFeed([target], CPU, 2).feed(works):
+        if features is not None:
+            learner.accumulate(work, features)
+        if work.batch.last:
+            yield learner.update(1e-2, stop=False).read()
+
+
+def full_batch(rows: RowStore) -> Batch:
+    """A micro-batch of four rows."""
+    return next(b for b in Loader(rows, np.arange(len(rows)), 0, Shape(4)).batches(0, 9) if len(b.row_ids) == 4)
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in learner.drafter.parameters()])
+
+
+def trained(rows: RowStore, world: tuple[Target, Head], shape: Shape, rules: Rules = RULES) -> tuple[Any, Any, Any]:
+    """Weights, losses and coverage after ten steps; the last step of an epoch is short."""
+    learner = make_learner(world[1], rules)
+    loader = Loader(rows, np.arange(len(rows)), 0, shape)
+    losses = [sums.loss / sums.weight for sums in steps(learner, world[0], loader, 10)]
+    return weights(learner).numpy(), losses, learner.reduced_coverage().numpy()
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+def test_ranks_and_accumulation_do_not_change_the_update(
+    rows: RowStore, world: tuple[Target, Head], tmp_path: Path, kind: Any
+) -> None:
+    rules = replace(RULES, weights=SlotWeights(kind, 4.0))
+    alone, losses, coverage = trained(rows, world, Shape(8), rules)
+    assert losses[-1] < losses[0]
+    for batch_rows, accumulation, ranks in ((4, 2, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (2, 1, 4)):
+        shape = Shape(batch_rows, accumulation, 0, ranks)
+
+        def work(rank: int, shape: Shape = shape) -> tuple[Any, Any, Any]:
+            return trained(rows, world, replace(shape, rank=rank), rules)
+
+        for got, got_losses, got_coverage in [work(0)] if ranks == 1 else run_ranks(ranks, work, tmp_path):
+            assert np.abs(got - alone).max() < 1e-10
+            assert np.allclose(got_losses, losses, rtol=1e-10)
+            assert np.allclose(got_coverage, coverage, rtol=1e-10)
+
+
+def test_the_update_is_that_of_a_plain_mean_loss(rows: RowStore, world: tuple[Target, Head]) -> None:
+    """One step against torch's own: loss over the whole step, backward, clip_grad_norm_, AdamW."""
+    learner, plain = make_learner(world[1]), make_learner(world[1])
+    loader = Loader(rows, np.arange(len(rows)), 0, Shape(4, 2))
+    sums = next(steps(learner, world[0], loader, 1))
+    total = weight = torch.zeros((), dtype=torch.float64)
+    for batch in loader.step_batches(0):
+        work = prepare(batch, PREPARATION)
+        features = world[0].features(batch.ids)
+        loss = plain._loss(work, features, torch.ones(len(batch.row_ids), dtype=torch.bool))
+        total, weight = total + loss.loss, weight + loss.weight
+    parameters = list(plain.drafter.parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    (total / weight).backward()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, RULES.clip)
+    torch.optim.AdamW(parameters, lr=1e-2, betas=RULES.betas, weight_decay=RULES.weight_decay).step()
+    assert sums.grad_norm == pytest.approx(float(norm), rel=1e-12)
+    torch.testing.assert_close(weights(learner), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+def test_fp32_gradients_agree_over_ranks(rows: RowStore, world: tuple[Target, Head], tmp_path: Path) -> None:
+    def gradient(shape: Shape) -> Any:
+        learner = make_learner(world[1], dtype=torch.float32)
+        loader = Loader(rows, np.arange(len(rows)), 0, shape)
+        kept: list[torch.Tensor] = []
+        learner.optimizer.step = lambda: kept.append(learner._flat.clone())  # type: ignore[method-assign, assignment]
+        next(steps(learner, world[0], loader, 1))
+        return kept[0].numpy()
+
+    alone = gradient(Shape(8))
+    for got in run_ranks(2, lambda rank: gradient(Shape(4, 1, rank, 2)), tmp_path):
+        assert np.linalg.norm(got - alone) <= 1e-6 * np.linalg.norm(alone)
+
+
+def poison(work: Work, row: int) -> Work:
+    """Make one block of a micro-batch NaN: its anchor is a token whose embedding is NaN."""
+    tokens = work.anchor_tokens.clone()
+    tokens[row, 0] = VOCABULARY
+    return replace(work, anchor_tokens=tokens)
+
+
+def with_poisoned_embedding(head: Head) -> Head:
+    bad = torch.full((1, CONFIG.hidden_size), float("nan"), dtype=head.embedding.dtype)
+    return Head(torch.cat((head.embedding, bad)), head.lm_head)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(rows: RowStore, world: tuple[Target, Head]) -> None:
+    learner = make_learner(with_poisoned_embedding(world[1]))
+    loader = Loader(rows, np.arange(len(rows)), 0, Shape(4, 2))
+    before: list[torch.Tensor] = []
+    for index, sums in enumerate(
+        steps(
+            learner,
+            world[0],
+            loader,
+            4,
+            lambda work: poison(work, 1) if work.batch.step == 2 and work.batch.last else work,
+        )
+    ):
+        masters, moments = learner.state()
+        now = torch.cat([t.flatten().double() for t in (*masters.values(), *moments.values())])
+        assert sums.finite == (index != 2)
+        assert torch.isfinite(now).all()
+        assert torch.isfinite(learner.coverage).all()
+        if index == 2:
+            assert torch.equal(now, before[-1])
+        else:
+            assert not before or not torch.equal(now, before[-1])
+        before.append(now)
+    assert set(learner.state()[1]["step.fc.weight"].flatten().tolist()) == {3.0}
+
+
+def test_all_ranks_skip_when_one_is_not_finite(rows: RowStore, world: tuple[Target, Head], tmp_path: Path) -> None:
+    def work(rank: int) -> tuple[list[float], Any]:
+        learner = make_learner(with_poisoned_embedding(world[1]))
+        loader = Loader(rows, np.arange(len(rows)), 0, Shape(4, 1, rank, 2))
+
+        def change(work: Work) -> Work:
+            return poison(work, 0) if rank == 1 and work.batch.step == 1 else work
+
+        finite = [sums.finite for sums in steps(learner, world[0], loader, 3, change)]
+        return finite, weights(learner).numpy()
+
+    (finite0, weights0), (finite1, weights1) = run_ranks(2, work, tmp_path)
+    assert finite0 == finite1 == [1.0, 0.0, 1.0]
+    assert np.array_equal(weights0, weights1)
+    assert np.isfinite(weights0).all()
+
+
+def test_a_row_with_bad_features_counts_as_if_it_were_not_there(rows: RowStore, world: tuple[Target, Head]) -> None:
+    """The other rows of its micro-batch give the very update they would give without it."""
+    target, head = world
+    batch = full_batch(rows)
+    work, features = prepare(batch, PREPARATION), target.features(batch.ids)
+    features[2, 3, 5] = float("inf")
+    learner, without = make_learner(head), make_learner(head)
+    learner.accumulate(work, features)
+    kept = [0, 1, 3]
+    smaller = replace(
+        batch,
+        row_ids=tuple(batch.row_ids[i] for i in kept),
+        files=batch.files[kept],
+        ids=batch.ids[kept],
+        lengths=batch.lengths[kept],
+        loss_mask=batch.loss_mask[kept],
+    )
+    without.accumulate(prepare(smaller, PREPARATION), target.features(smaller.ids))
+    got, expected = learner.update(1e-2, False).read(), without.update(1e-2, False).read()
+    assert (got.bad_rows, got.rows, got.finite) == (1.0, 3.0, 1.0)
+    assert got.loss == pytest.approx(expected.loss, rel=1e-12)
+    torch.testing.assert_close(weights(learner), weights(without), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(learner.coverage, without.coverage)
+
+
+def test_a_step_without_a_supervised_slot_changes_nothing(rows: RowStore, world: tuple[Target, Head]) -> None:
+    learner = make_learner(world[1])
+    batch = full_batch(rows)
+    masked = prepare(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), PREPARATION)
+    before = weights(learner)
+    learner.accumulate(masked, world[0].features(batch.ids))
+    sums = learner.update(1e-2, False).read()
+    assert (sums.finite, sums.weight, sums.loss) == (0.0, 0.0, 0.0)
+    assert torch.equal(weights(learner), before)
+    learner.accumulate(prepare(batch, PREPARATION), world[0].features(batch.ids))
+    assert learner.update(1e-2, False).read().finite == 1.0
+
+
+def test_coverage_adds_up_to_the_steps(rows: RowStore, world: tuple[Target, Head]) -> None:
+    learner = make_learner(world[1])
+    loader = Loader(rows, np.arange(len(rows)), 0, Shape(8))
+    every = list(steps(learner, world[0], loader, 5))
+    totals = learner.coverage.sum(0).tolist()
+    for column, name in enumerate(("rows", "tokens", "blocks", "loss", "weight", "prefix")):
+        assert totals[column] == pytest.approx(sum(getattr(sums, name) for sums in every))
+    assert learner.coverage[:, 0].tolist() == [19.0, 19.0]
+
+
+def test_validation_changes_neither_weights_nor_the_running_step(rows: RowStore, world: tuple[Target, Head]) -> None:
+    learner, plain = make_learner(world[1]), make_learner(world[1])
+    loader = Loader(rows, np.arange(len(rows)), 0, Shape(8))
+    for index, _ in enumerate(steps(learner, world[0], loader, 4)):
+        work = prepare(next(iter(loader.step_batches(index))), PREPARATION)
+        learner.evaluate(work, world[0].features(work.batch.ids))
+        assert learner.evaluated().rows == len(work.batch.row_ids)
+    list(steps(plain, world[0], loader, 4))
+    assert torch.equal(weights(learner), weights(plain))
+    assert torch.equal(learner.coverage, plain.coverage)
+
+
+def test_one_slot_gives_the_numbers_of_two(rows: RowStore, world: tuple[Target, Head]) -> None:
+    answers = []
+    for slots in (1, 2):
+        learner = make_learner(world[1])
+        works = (prepare(b, PREPARATION) for b in Loader(rows, np.arange(len(rows)), 0, Shape(4)).batches(0, 6))
+        for work, features in FeatureFeed([world[0]], CPU, slots).feed(works):
+            assert features is not None
+            learner.accumulate(work, features)
+            learner.update(1e-2, False)
+        answers.append(weights(learner))
+    assert torch.equal(*answers)

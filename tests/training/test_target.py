@@ -1,0 +1,192 @@
+"""The truncated target gives the features of the whole one, exactly, for every family."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dflash_core.errors import IncompatibleError, RecipeError
+from dflash_core.training.target import load_head, load_target, target_fingerprint
+
+CPU = torch.device("cpu")
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+HYBRID = {
+    **COMMON,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON)),
+    "qwen2_tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=16)),
+    "qwen3_5_text": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**HYBRID)),
+    "qwen3_5_vision": lambda: Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=HYBRID, vision_config=VISION)),
+}
+LAYERS = (0, 2, 4)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    """The whole model and its folder, sharded into many files."""
+    torch.manual_seed(1)
+    model = FAMILIES[request.param]().eval()
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return model, folder
+
+
+def whole_features(model: PreTrainedModel, ids: torch.Tensor, layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([hidden[layer + 1] for layer in layers], dim=-1)
+
+
+def test_features_equal_the_whole_models_hidden_states(family: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = family
+    target = load_target(folder, LAYERS, torch.float32, CPU)
+    ids = torch.randint(0, 97, (3, 75))
+    features = target.features(ids)
+    assert torch.equal(features, whole_features(model, ids))
+    assert not torch.allclose(features[..., :32], whole_features(model, ids, (1,)))  # one layer off is not the same
+    assert len(target.backbone.get_submodule("layers")) == LAYERS[-1] + 1  # type: ignore[arg-type]
+    assert not any(p.requires_grad for p in target.backbone.parameters())
+
+
+def test_padding_on_the_right_changes_no_token_before_it(family: tuple[PreTrainedModel, Path]) -> None:
+    _, folder = family
+    target = load_target(folder, LAYERS, torch.float32, CPU)
+    ids = torch.randint(0, 97, (3, 75))
+    lengths = (75, 33, 70)
+    padded = ids * (torch.arange(75) < torch.tensor(lengths)[:, None])
+    batch = target.features(padded)
+    for row, length in enumerate(lengths):
+        alone = target.features(ids[row : row + 1, :length])
+        torch.testing.assert_close(batch[row, :length], alone[0], rtol=1e-4, atol=1e-5)
+
+
+def test_embedding_and_lm_head_are_read_alone(family: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = family
+    head = load_head(folder, torch.float32, CPU)
+    assert torch.equal(head.embedding, model.get_input_embeddings().weight)
+    assert torch.equal(head.lm_head, model.get_output_embeddings().weight)
+    assert (head.lm_head is head.embedding) == bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def test_the_last_layer_can_be_captured(family: tuple[PreTrainedModel, Path]) -> None:
+    """Its entry in hidden_states is normed already, so the hook is compared with the layer itself."""
+    model, folder = family
+    ids = torch.randint(0, 97, (1, 21))
+    outputs: list[torch.Tensor] = []
+    inner = model.get_decoder()
+    hook = inner.layers[-1].register_forward_hook(
+        lambda _m, _i, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+    )
+    normed = whole_features(model, ids, (5,))
+    hook.remove()
+    features = load_target(folder, (5,), torch.float32, CPU).features(ids)
+    assert torch.equal(features, outputs[0])
+    assert not torch.allclose(features, normed)
+
+
+def copy(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+def test_unusable_folders_are_refused_with_what_is_wrong(target_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"no model folder"):
+        load_target(tmp_path / "nowhere", (1,), torch.float32, CPU)
+    bare = copy(target_folder, tmp_path / "bare")
+    (bare / "model.safetensors").rename(bare / "pytorch_model.bin")
+    with pytest.raises(RecipeError, match=r"no \*\.safetensors"):
+        load_target(bare, (1,), torch.float32, CPU)
+    with pytest.raises(IncompatibleError, match="layer 9 does not exist"):
+        load_target(target_folder, (1, 9), torch.float32, CPU)
+    lacking = copy(target_folder, tmp_path / "lacking")
+    weights = load_file(lacking / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, lacking / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"layers\.1\.mlp\.up_proj"):
+        load_target(lacking, (1,), torch.float32, CPU)
+    damaged = copy(target_folder, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(RecipeError):
+        load_target(damaged, (1,), torch.float32, CPU)
+    with pytest.raises(RecipeError, match="damaged"):
+        load_head(damaged, torch.float32, CPU)
+
+
+def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=16)).save_pretrained(tmp_path, max_shard_size="20KB")
+    sorted(tmp_path.glob("*.safetensors"))[0].unlink()
+    with pytest.raises(RecipeError, match="lacks 1 of"):
+        load_target(tmp_path, (1,), torch.float32, CPU)
+
+
+def test_code_in_the_folder_is_never_run(target_folder: Path, tmp_path: Path) -> None:
+    folder = copy(target_folder, tmp_path / "hostile")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "hostile", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+    with pytest.raises(RecipeError):
+        load_target(folder, (1,), torch.float32, CPU)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_the_fingerprint_follows_weights_config_and_tokenizer_only(target_folder: Path, tmp_path: Path) -> None:
+    folder = copy(target_folder, tmp_path / "copy")
+    (folder / "tokenizer.json").write_text("{}")
+    prints = [target_fingerprint(folder)]
+    (folder / "README.md").write_text("words")
+    assert target_fingerprint(folder) == prints[0]
+    for name, change in (
+        ("tokenizer.json", lambda body: body + b" "),
+        ("config.json", lambda body: body + b" "),
+        ("model.safetensors", lambda body: body[:-1] + bytes([body[-1] ^ 1])),
+    ):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+        prints.append(target_fingerprint(folder))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    prints.append(target_fingerprint(folder))
+    assert len(set(prints)) == 5
