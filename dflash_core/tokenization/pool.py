@@ -1,7 +1,7 @@
 """The caller's side of the worker processes: who holds which file, and what becomes of it when a worker dies.
 
-A file that a worker had begun when it died, or on which it made no progress for `STALL_S`, fails with a sentence; files
-that were only waiting there go to another worker. Nothing waits forever.
+The file a worker was at when it died, or on which it made no progress for `STALL_S`, fails with a sentence; files that
+waited there, or for their upload, go to another worker. Nothing waits forever.
 """
 
 import json
@@ -42,8 +42,8 @@ class Worker:
     connection: Connection
     pid: int | None = None
     held: dict[str, SourceFile] = field(default_factory=dict)
-    begun: set[str] = field(default_factory=set)
-    computing: bool = False
+    computing: str | None = None
+    """The partition whose rows it is at."""
     heard: float = field(default_factory=time.monotonic)
 
 
@@ -128,24 +128,22 @@ class WorkerPool:
             worker.heard = time.monotonic()
             if message.kind == "result":
                 worker.held.pop(str(message.subject))
-                worker.begun.discard(str(message.subject))
                 yield message.value  # type: ignore[misc]
             elif message.kind == "crashed":
                 yield from self._bury(worker, waiting, f"its worker process failed: {message.value}")
             else:
                 self._note(worker, message)
         for worker in list(self._workers):
-            if worker.computing and time.monotonic() - worker.heard > STALL_S:
+            if worker.computing is not None and time.monotonic() - worker.heard > STALL_S:
                 yield from self._bury(worker, waiting, f"its worker process made no progress for {STALL_S:.0f} s")
 
     def _note(self, worker: Worker, message: Message) -> None:
         if message.kind == "ready":
             worker.pid = int(message.subject)
         elif message.kind == "began":
-            worker.begun.add(str(message.subject))
-            worker.computing = True
+            worker.computing = str(message.subject)
         elif message.kind == "computed":
-            worker.computing = False
+            worker.computing = None
         elif message.kind == "log":
             log.log(int(message.subject), "%s", message.value)
 
@@ -154,10 +152,9 @@ class WorkerPool:
         worker.connection.close()
         self._workers.remove(worker)
         self._start_worker()
-        # Before its first file a worker can only have failed for a reason that the next one shares.
-        lost = worker.begun or (set(worker.held) if worker.pid is None else set())
         for partition, source in worker.held.items():
-            if partition in lost:
+            # Before its first file a worker can only have failed for a reason that the next one shares.
+            if partition == worker.computing or worker.pid is None:
                 yield FileFailed(source, f"{source.uri}: {reason}; run it again")
             else:
                 waiting.appendleft(source)
