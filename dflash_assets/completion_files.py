@@ -20,7 +20,7 @@ from dflash_core.quality.plots import file_plot
 from dflash_core.recipe import Recipe
 from dflash_core.records import ShardManifest
 from dflash_core.storage.store import Store, open_stores
-from dflash_core.tokenization.files import FileDone
+from dflash_core.tokenization.objects import FileDone
 from dflash_core.tokenization.pipeline import process_files
 
 FILES_PER_RUN = 50

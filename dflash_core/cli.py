@@ -58,7 +58,7 @@ def verify(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT
 @app.command()
 def tokenize(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT_RECIPE) -> None:
     """tokenized_shards and loss_mask_stats: tokenize what is new or changed, on every core."""
-    from dflash_core.tokenization.files import FileDone
+    from dflash_core.tokenization.objects import FileDone
     from dflash_core.tokenization.pipeline import process_files
 
     settings = open_recipe(recipe)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from dflash_core.errors import UserError
 from dflash_core.records import SourceFile
 from dflash_core.storage.store import Download, Stores
-from dflash_core.tokenization.files import read_source
+from dflash_core.tokenization.objects import read_source
 
 MAX_BYTES = 64 << 20
 

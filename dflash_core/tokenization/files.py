@@ -1,32 +1,29 @@
-"""One source file -> its shard, statistics, rejects and, last, the manifest that makes them count.
+"""One source file's bytes -> its shard, statistics and rejects.
 
-Everything about a row is decided here in one process and one pass, so equal bytes give equal objects: running a file
-twice is harmless, and a file whose manifest still fits is skipped after two small reads.
+Everything about a row is decided here in one process and one pass, so equal bytes give equal results and running a file
+twice is harmless.
 """
 
 import json
 import logging
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from dflash_core import CODE_VERSION
-from dflash_core.completions.lines import MAX_OBJECT_BYTES
 from dflash_core.completions.reading import CompletionFile
 from dflash_core.completions.record import Completion, Refused
-from dflash_core.errors import ObjectCorrupt, ObjectMissing, UnreadableFile
+from dflash_core.errors import UnreadableFile
 from dflash_core.quality.hashes import hash_rows
 from dflash_core.quality.statistics import FileStatistics, RenderedRows, file_statistics
 from dflash_core.recipe import Recipe
-from dflash_core.records import Reject, ShardManifest, SourceFile
-from dflash_core.storage.store import Download, Stores
+from dflash_core.records import Reject, SourceFile
 from dflash_core.tokenization.backends import HuggingFace, choose_backend
 from dflash_core.tokenization.batch_encoder import BatchEncoder, Item
 from dflash_core.tokenization.fingerprint import fingerprint_of
+from dflash_core.tokenization.objects import TokenizedFile
 from dflash_core.tokenization.policies import apply_policies
 from dflash_core.tokenization.rows import ExactEncoder, Row, RowBatch, batch_of
 from dflash_core.tokenization.shards import write_shard
@@ -38,35 +35,10 @@ log = logging.getLogger(__name__)
 ROWS_PER_BATCH = 512
 CHARS_PER_BATCH = 4 << 20
 TOP_REASONS = 3
-MAX_LISTINGS = 8
-"""Files asked for one by one; for more the whole folder is listed."""
-
-
-@dataclass(frozen=True)
-class FileDone:
-    """One source file that is tokenized and stored."""
-
-    source: SourceFile
-    manifest: ShardManifest
-    statistics: FileStatistics
-    skipped: bool
-    """It was done already: same source, same fingerprint, objects in place."""
-    seconds: float
 
 
 class AuditFailed(Exception):
     """The fast path and the reference disagree about a row."""
-
-
-@dataclass(frozen=True)
-class TokenizedFile:
-    """What one file becomes, before it is stored."""
-
-    shard: bytes
-    rejects: bytes
-    """JSON lines: line, reason, detail."""
-    statistics: FileStatistics
-    reject_reasons: dict[str, int]
 
 
 class FileTokenizer:
@@ -202,108 +174,6 @@ def rendered_rows(batches: Sequence[RowBatch]) -> RenderedRows:
         ),
         dropped=[reason for batch in batches for reason in batch.dropped],
     )
-
-
-@dataclass(frozen=True)
-class Names:
-    """Keys of one file's objects, below the derived prefix."""
-
-    fingerprint: str
-    partition: str
-
-    @property
-    def shard(self) -> str:
-        """The Arrow file."""
-        return f"tokenized_shards/{self.fingerprint}/{self.partition}.arrow"
-
-    @property
-    def rejects(self) -> str:
-        """JSON lines."""
-        return f"tokenized_shards/{self.fingerprint}/{self.partition}.rejects.jsonl"
-
-    @property
-    def statistics(self) -> str:
-        """A `FileStatistics`."""
-        return f"loss_mask_stats/{self.fingerprint}/{self.partition}.json"
-
-    @property
-    def manifest(self) -> str:
-        """A `ShardManifest`."""
-        return f"tokenized_shards/{self.fingerprint}/{self.partition}.json"
-
-
-def list_done(stores: Stores, fingerprint: str, partitions: Sequence[str]) -> dict[str, int]:
-    """Sizes of the objects that exist for these partitions, by key: one listing instead of a request an object.
-
-    Raises:
-        StorageError: the store cannot be asked.
-    """
-    below = [Names(fingerprint, partition).manifest.removesuffix("json") for partition in partitions]
-    prefixes = below if len(below) <= MAX_LISTINGS else [Names(fingerprint, "").manifest.removesuffix(".json")]
-    return {key: size for prefix in prefixes for key, size, _ in stores.derived.list(prefix)}
-
-
-def find_done(stores: Stores, names: Names, source: SourceFile, there: Mapping[str, int]) -> FileDone | None:
-    """The file's result from an earlier run, if it is of this source and everything it names is there.
-
-    Raises:
-        StorageError: the store cannot be asked.
-    """
-    began = time.monotonic()
-    manifest = stores.derived.find_record(names.manifest, ShardManifest)
-    if manifest is None or manifest.source != source or manifest.fingerprint != names.fingerprint:
-        return None
-    if any(there.get(stored.key) != stored.size for stored in (manifest.shard, manifest.rejects)):
-        return None
-    try:
-        statistics = FileStatistics.model_validate_json(stores.derived.read(manifest.statistics))
-    except (ObjectMissing, ObjectCorrupt, ValueError):
-        return None
-    return FileDone(source, manifest, statistics, skipped=True, seconds=time.monotonic() - began)
-
-
-def read_source(stores: Stores, source: SourceFile) -> Download:
-    """The file's bytes, exactly the version that was listed.
-
-    Raises:
-        UnreadableFile: it is larger than one file may be.
-        ObjectChanged: it was replaced since.
-        StorageError: it cannot be read.
-    """
-    if source.size > MAX_OBJECT_BYTES:
-        raise UnreadableFile(
-            f"{source.uri} has {source.size} bytes, more than the {MAX_OBJECT_BYTES} of one file; split it"
-        )
-    return stores.source.get(source.key.removeprefix(stores.source.prefix), etag=source.etag)
-
-
-def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, done: TokenizedFile) -> ShardManifest:
-    """Write the objects, the manifest last.
-
-    Raises:
-        StorageError: the store refuses.
-    """
-    derived, statistics = stores.derived, done.statistics
-    shard = derived.put(names.shard, done.shard, "application/vnd.apache.arrow.file")
-    rejects = derived.put(names.rejects, done.rejects, "application/jsonl")
-    stored = derived.put_record(names.statistics, statistics)
-    manifest = ShardManifest(
-        fingerprint=names.fingerprint,
-        code_version=CODE_VERSION,
-        source=source,
-        source_sha256=sha256,
-        shard=shard,
-        statistics=stored,
-        rejects=rejects,
-        rows_read=statistics.rows_read,
-        rows_kept=statistics.rows_kept,
-        rows_rejected=statistics.rows_read - statistics.rows_kept,
-        reject_reasons=done.reject_reasons,
-        tokens=statistics.tokens,
-        supervised_tokens=statistics.supervised_tokens,
-    )
-    derived.put_record(names.manifest, manifest)
-    return manifest
 
 
 def _chunks(reading: CompletionFile, rejects: list[Reject]) -> Iterator[list[Completion]]:

@@ -21,8 +21,9 @@ from dflash_core.recipe import Recipe
 from dflash_core.records import Reject, ShardManifest
 from dflash_core.storage.keys import partition_key
 from dflash_core.storage.store import Stores, open_stores
-from dflash_core.tokenization.files import FileTokenizer, Names, read_source
+from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.tokenization.objects import Names, read_source
 from dflash_core.tokenization.shards import read_shard
 from dflash_core.tokenization.tokenizer import load_tokenizer
 

@@ -11,8 +11,9 @@ from dflash_core.recipe import Recipe
 from dflash_core.records import Reject, SourceFile
 from dflash_core.storage.store import Download, Stores, open_stores
 from dflash_core.tokenization.engine import Engine, FileFailed
-from dflash_core.tokenization.files import FileDone, FileTokenizer, Names, find_done, list_done
+from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.tokenization.objects import FileDone, Names, find_done, list_done
 from dflash_core.tokenization.pool import WorkerPool
 from dflash_core.tokenization.worker import TokenizingEngine
 

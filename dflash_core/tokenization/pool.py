@@ -23,7 +23,7 @@ from dflash_core.errors import StorageError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile
 from dflash_core.tokenization.engine import FileFailed
-from dflash_core.tokenization.files import FileDone
+from dflash_core.tokenization.objects import FileDone
 from dflash_core.tokenization.worker import Message
 
 log = logging.getLogger(__name__)

@@ -146,12 +146,12 @@ class ExactEncoder:
         return Row(completion.turn_id(turn), completion.line, finish_reason, int(flags), ids, len(prompt), len(ids))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        if not self.renderer.is_protected(text):
+        if not self.renderer.control.is_protected(text):
             return tuple(self.backend.encode([text])[0].tolist())
         if not self.renderer.cuttable >= self.renderer.tokenizer.special:
             raise Refused("control tokens in content", "this tokenizer cannot encode them apart from the rest")
         found: list[int] = []
-        for piece in self.renderer.split_structure(text):
-            protected = self.renderer.is_protected(piece)
-            found += self.backend.encode([self.renderer.spell(piece)], special_as_text=protected)[0].tolist()
+        for piece in self.renderer.control.split_structure(text):
+            protected = self.renderer.control.is_protected(piece)
+            found += self.backend.encode([self.renderer.control.spell(piece)], special_as_text=protected)[0].tolist()
         return tuple(found)

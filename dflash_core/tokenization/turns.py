@@ -6,21 +6,20 @@ text. Control tokens spelled in a message are held out of the render as private 
 text.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dflash_core.completions.normalize import THINK_CLOSE, THINK_OPEN
 from dflash_core.completions.record import Completion, Json, Message, Refused
 from dflash_core.errors import RecipeError
 from dflash_core.quality.flags import Flag
+from dflash_core.tokenization.control_tokens import ControlTokens
 from dflash_core.tokenization.edges import cuttable_tokens
 from dflash_core.tokenization.template import template_message
 from dflash_core.tokenization.tokenizer import ChatTokenizer
 
-SENTINEL_THOUGHT, SENTINEL_ANSWER, SENTINEL_NEXT = "Qzthoughtq", "Qzanswerq", "Qznextq"
-PRIVATE_BASE = 0xF0000
-"""Supplementary private use: control tokens in content travel as these characters through the template."""
+SENTINEL_THOUGHT, SENTINEL_ANSWER, SENTINEL_NEXT, SENTINEL_CALL = "Qzthoughtq", "Qzanswerq", "Qznextq", "Qzcallq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +82,8 @@ class TurnRenderer:
         self.tokenizer = tokenizer
         self._supervise_empty_thought = supervise_empty_thought
         self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._added = _alternation(tokenizer.added)
+        self.control = ControlTokens(tokenizer)
         self.cuttable = cuttable_tokens(tokenizer)
-        self._special = _alternation(tokenizer.special)
-        self._private = {token: chr(PRIVATE_BASE + i) for i, token in enumerate(sorted(tokenizer.special))}
-        self._spelled = {private: token for token, private in self._private.items()}
         self.end = self._turn_end()
 
     def render(self, completion: Completion, turn: int) -> TurnText:
@@ -97,7 +93,7 @@ class TurnRenderer:
             Refused: the template does not accept it, or the boundary of the turn is not certain.
         """
         recorded = completion.messages[: turn + 1]
-        messages, tools = self._protect(recorded, completion.tools)
+        messages, tools = self.control.protect(recorded, completion.tools)
         last = turn == len(completion.messages) - 1
         finish_reason = completion.finish_reason if last else "stop"
         answer, cut = messages[-1], finish_reason == "length"
@@ -111,6 +107,8 @@ class TurnRenderer:
         if not added.startswith(layout.lead) or not added.endswith(layout.closing):
             raise Refused("boundary unstable", "the template renders this turn in another layout")
         _check_recorded(answer, added)
+        if answer.tool_calls and not self._prints_calls:
+            raise Refused("the template drops tool calls", str(answer.tool_calls[0]["function"]["name"]))
         # A terminator that the next message would print is appended to the ids instead.
         text = full[: len(full) - len(layout.closing)] if cut or not self.end.written else full
         recorded_only = layout.prompted and not _is_empty_thought(layout.lead, answer)
@@ -121,7 +119,7 @@ class TurnRenderer:
             row_id=completion.turn_id(turn),
             line=completion.line,
             finish_reason=finish_reason,
-            flags=self._spelled_flag(messages, recorded, full) | _flags(recorded[-1], layout.lead, cut),
+            flags=_flags(recorded[-1], layout.lead, cut, self.control.is_spelled(messages, recorded, full)),
             head=full[:edge],
             tail=full[edge:boundary],
             scaffold=scaffold,
@@ -129,18 +127,6 @@ class TurnRenderer:
             rest=text[edge:],
             terminated=not cut,
         )
-
-    def spell(self, text: str) -> str:
-        """Private characters back to the control tokens they stand for."""
-        return "".join(self._spelled.get(character, character) for character in text)
-
-    def is_protected(self, text: str) -> bool:
-        """Whether the text holds control tokens that are content."""
-        return not text.isascii() and any(character in text for character in self._spelled)
-
-    def split_structure(self, text: str) -> list[str]:
-        """Cut the text at every control token that is structure; odd pieces are those tokens."""
-        return self._special.split(text) if self._special else [text]
 
     def _renders(self, messages: Sequence[Message], tools: Sequence[Json]) -> tuple[str, int, str]:
         """(prompt, boundary in characters, full render)."""
@@ -192,29 +178,19 @@ class TurnRenderer:
     def _edge(self, prompt: str) -> int:
         """Where the prompt's last token ends behind which a text may be cut; 0 if it has none."""
         edge = 0
-        for match in self._added.finditer(prompt) if self._added else ():
+        for match in self.control.added.finditer(prompt) if self.control.added else ():
             edge = match.end() if match.group() in self.cuttable else edge
         return edge
 
-    def _protect(
-        self, messages: tuple[Message, ...], tools: tuple[Json, ...]
-    ) -> tuple[tuple[Message, ...], tuple[Json, ...]]:
-        """Hold control tokens out of all recorded text."""
-        if self._special is None or not any(_mentions(self._special, value) for value in (*messages, *tools)):
-            return messages, tools
-        if any(self.is_protected(text) for m in messages for text in (m.content, m.reasoning or "")):
-            raise Refused("private characters", "control tokens and U+F0000.. in one conversation")
-        protected = tuple(Message(*(_hold_out(part, self._special, self._private) for part in m)) for m in messages)
-        return protected, tuple(_hold_out(tool, self._special, self._private) for tool in tools)
-
-    def _spelled_flag(self, messages: Sequence[Message], recorded: Sequence[Message], full: str) -> int:
-        """Whether an added token is spelled in recorded text that the template printed."""
-        spelled = self._added is not None and any(
-            _mentions(self._added, original) and (text.strip() in full)
-            for message, before in zip(messages, recorded, strict=True)
-            for text, original in _texts(message, before)
-        )
-        return int(Flag.CONTROL_TOKENS_IN_CONTENT) if spelled else 0
+    @cached_property
+    def _prints_calls(self) -> bool:
+        """Whether the template renders tool calls at all: a turn without its calls was never said."""
+        call = {"type": "function", "function": {"name": SENTINEL_CALL, "arguments": {}}}
+        exchange = [Message("user", SENTINEL_NEXT), Message("assistant", SENTINEL_ANSWER, None, (call,))]
+        try:
+            return SENTINEL_CALL in self._renders(exchange, ())[2]
+        except Refused:
+            return True  # not with these; the row's own render decides
 
     def _turn_end(self) -> TurnEnd:
         exchange = [Message("user", SENTINEL_NEXT), Message("assistant", SENTINEL_ANSWER)]
@@ -227,46 +203,16 @@ class TurnRenderer:
         if SENTINEL_ANSWER not in full[boundary:]:
             raise RecipeError(f"{where} does not print the assistant's answer; use the one serving uses")
         closing = full[full.rindex(SENTINEL_ANSWER) + len(SENTINEL_ANSWER) :]
-        found = self._added.search(closing) if self._added else None
+        found = self.control.added.search(closing) if self.control.added else None
         if found:
             return TurnEnd(found.group(), closing[: found.start()], closing[found.end() :], written=True)
         start = longer.index(SENTINEL_ANSWER) + len(SENTINEL_ANSWER)
         following = longer[start : longer.index(SENTINEL_NEXT, start)]
-        found = self._added.match(following.lstrip()) if self._added else None
+        found = self.control.added.match(following.lstrip()) if self.control.added else None
         terminator = found.group() if found else self.tokenizer.eos
         if terminator is None or terminator not in self.tokenizer.added:
             raise RecipeError(f"{where} marks no end of an answer and the tokenizer has no eos_token; set one of them")
         return TurnEnd(terminator, closing, "", written=False)
-
-
-def _alternation(tokens: "Mapping[str, int] | frozenset[str]") -> re.Pattern[str] | None:
-    ordered = sorted((t for t in tokens if t.strip()), key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
-
-
-def _texts(message: Message, recorded: Message) -> list[tuple[str, Json]]:
-    """(as rendered, as recorded) of what a message holds; tool calls are printed in a form of the template's own."""
-    calls: list[tuple[str, Json]] = [("", recorded.tool_calls)] if recorded.tool_calls else []
-    return [(message.content, recorded.content), (message.reasoning or "", recorded.reasoning), *calls]
-
-
-def _mentions(pattern: re.Pattern[str], value: Json) -> bool:
-    """Whether any text in the value holds a token."""
-    if isinstance(value, str):
-        return pattern.search(value) is not None
-    if isinstance(value, dict):
-        return any(_mentions(pattern, part) for item in value.items() for part in item)
-    return isinstance(value, (list, tuple)) and any(_mentions(pattern, part) for part in value)
-
-
-def _hold_out(value: Json, pattern: re.Pattern[str], private: Mapping[str, str]) -> Json:
-    if isinstance(value, str):
-        return pattern.sub(lambda match: private[match.group()], value)
-    if isinstance(value, dict):
-        return {_hold_out(k, pattern, private): _hold_out(v, pattern, private) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_hold_out(part, pattern, private) for part in value)
-    return value
 
 
 def _fold(answer: Message) -> Message:
@@ -280,17 +226,14 @@ def _check_recorded(answer: Message, added: str) -> None:
     """Templates may trim what was recorded; one that alters or drops it would train on something never said."""
     if answer.content.strip() not in added or (answer.reasoning or "").strip() not in added:
         raise Refused("the template alters the answer", "its text is not in the rendered turn")
-    for call in answer.tool_calls:
-        if call["function"]["name"] not in added:
-            raise Refused("the template drops tool calls", str(call["function"]["name"]))
 
 
 def _is_empty_thought(lead: str, answer: Message) -> bool:
     return answer.reasoning is None and THINK_CLOSE in lead
 
 
-def _flags(answer: Message, lead: str, cut: bool) -> int:
-    flags = Flag(0)
+def _flags(answer: Message, lead: str, cut: bool, spelled: bool) -> int:
+    flags = Flag.CONTROL_TOKENS_IN_CONTENT if spelled else Flag(0)
     if cut:
         flags |= Flag.TRUNCATED_BY_LENGTH | Flag.NO_TERMINATOR
     if answer.reasoning is not None:

@@ -23,7 +23,8 @@ from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile
 from dflash_core.storage.store import Download, open_stores
 from dflash_core.tokenization.engine import Engine, FileFailed
-from dflash_core.tokenization.files import FileDone, FileTokenizer, Names, TokenizedFile, store_file
+from dflash_core.tokenization.files import FileTokenizer
+from dflash_core.tokenization.objects import FileDone, Names, TokenizedFile, store_file
 
 HEARTBEAT_S = 5.0
 M_ARENA_MAX = -8

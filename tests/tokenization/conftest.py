@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
 from dflash_core.records import SourceFile
-from dflash_core.tokenization.files import FileTokenizer, TokenizedFile
+from dflash_core.tokenization.files import FileTokenizer
+from dflash_core.tokenization.objects import TokenizedFile
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Wait, let me check that again: 12 + 30 = 42, so the answer is 42.",

@@ -15,8 +15,8 @@ from dflash_core.errors import RecipeError, StorageError
 from dflash_core.records import ShardManifest
 from dflash_core.storage.store import Store, Stores, list_sources, open_stores
 from dflash_core.tokenization import pool
-from dflash_core.tokenization.files import Names
 from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.tokenization.objects import Names
 from dflash_core.tokenization.pipeline import FileDone, FileFailed, process_files, verify_files
 from dflash_core.tokenization.shards import read_shard
 

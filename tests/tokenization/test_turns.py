@@ -273,7 +273,7 @@ def test_tools_as_list_and_as_text_give_equal_ids(tokenizers: Tokenizers) -> Non
 
 def test_a_template_without_tool_calls_refuses_them(tokenizers: Tokenizers) -> None:
     with pytest.raises(Refused, match="drops tool calls"):
-        row_of(tokenizers("chatml"), messages=chat("q", "", tool_calls=[CALL]))
+        row_of(tokenizers("chatml"), messages=chat("q", "I call f", tool_calls=[CALL]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""The objects that one source file becomes: their names, whether they are there, reading the source, writing them.
+
+The manifest is written last, so whatever it names is whole; a writer that dies earlier leaves orphans that the next run
+overwrites with the same bytes.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dflash_core import CODE_VERSION
+from dflash_core.completions.lines import MAX_OBJECT_BYTES
+from dflash_core.errors import ObjectCorrupt, ObjectMissing, UnreadableFile
+from dflash_core.quality.statistics import FileStatistics
+from dflash_core.records import ShardManifest, SourceFile
+from dflash_core.storage.store import Download, Stores
+
+MAX_LISTINGS = 8
+"""Files asked for one by one; for more the whole folder is listed."""
+
+
+@dataclass(frozen=True)
+class TokenizedFile:
+    """What one file becomes, before it is stored."""
+
+    shard: bytes
+    rejects: bytes
+    """JSON lines: line, reason, detail."""
+    statistics: FileStatistics
+    reject_reasons: dict[str, int]
+
+
+@dataclass(frozen=True)
+class FileDone:
+    """One source file that is tokenized and stored."""
+
+    source: SourceFile
+    manifest: ShardManifest
+    statistics: FileStatistics
+    skipped: bool
+    """It was done already: same source, same fingerprint, objects in place."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Names:
+    """Keys of one file's objects, below the derived prefix."""
+
+    fingerprint: str
+    partition: str
+
+    @property
+    def shard(self) -> str:
+        """The Arrow file."""
+        return f"tokenized_shards/{self.fingerprint}/{self.partition}.arrow"
+
+    @property
+    def rejects(self) -> str:
+        """JSON lines."""
+        return f"tokenized_shards/{self.fingerprint}/{self.partition}.rejects.jsonl"
+
+    @property
+    def statistics(self) -> str:
+        """A `FileStatistics`."""
+        return f"loss_mask_stats/{self.fingerprint}/{self.partition}.json"
+
+    @property
+    def manifest(self) -> str:
+        """A `ShardManifest`."""
+        return f"tokenized_shards/{self.fingerprint}/{self.partition}.json"
+
+
+def list_done(stores: Stores, fingerprint: str, partitions: Sequence[str]) -> dict[str, int]:
+    """Sizes of the objects that exist for these partitions, by key: one listing instead of a request an object.
+
+    Raises:
+        StorageError: the store cannot be asked.
+    """
+    below = [Names(fingerprint, partition).manifest.removesuffix("json") for partition in partitions]
+    prefixes = below if len(below) <= MAX_LISTINGS else [Names(fingerprint, "").manifest.removesuffix(".json")]
+    return {key: size for prefix in prefixes for key, size, _ in stores.derived.list(prefix)}
+
+
+def find_done(stores: Stores, names: Names, source: SourceFile, there: Mapping[str, int]) -> FileDone | None:
+    """The file's result from an earlier run, if it is of this source and everything it names is there.
+
+    Raises:
+        StorageError: the store cannot be asked.
+    """
+    began = time.monotonic()
+    manifest = stores.derived.find_record(names.manifest, ShardManifest)
+    if manifest is None or manifest.source != source or manifest.fingerprint != names.fingerprint:
+        return None
+    if any(there.get(stored.key) != stored.size for stored in (manifest.shard, manifest.rejects)):
+        return None
+    try:
+        statistics = FileStatistics.model_validate_json(stores.derived.read(manifest.statistics))
+    except (ObjectMissing, ObjectCorrupt, ValueError):
+        return None
+    return FileDone(source, manifest, statistics, skipped=True, seconds=time.monotonic() - began)
+
+
+def read_source(stores: Stores, source: SourceFile) -> Download:
+    """The file's bytes, exactly the version that was listed.
+
+    Raises:
+        UnreadableFile: it is larger than one file may be.
+        ObjectChanged: it was replaced since.
+        StorageError: it cannot be read.
+    """
+    if source.size > MAX_OBJECT_BYTES:
+        raise UnreadableFile(
+            f"{source.uri} has {source.size} bytes, more than the {MAX_OBJECT_BYTES} of one file; split it"
+        )
+    return stores.source.get(source.key.removeprefix(stores.source.prefix), etag=source.etag)
+
+
+def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, done: TokenizedFile) -> ShardManifest:
+    """Write the objects, the manifest last.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    derived, statistics = stores.derived, done.statistics
+    shard = derived.put(names.shard, done.shard, "application/vnd.apache.arrow.file")
+    rejects = derived.put(names.rejects, done.rejects, "application/jsonl")
+    stored = derived.put_record(names.statistics, statistics)
+    manifest = ShardManifest(
+        fingerprint=names.fingerprint,
+        code_version=CODE_VERSION,
+        source=source,
+        source_sha256=sha256,
+        shard=shard,
+        statistics=stored,
+        rejects=rejects,
+        rows_read=statistics.rows_read,
+        rows_kept=statistics.rows_kept,
+        rows_rejected=statistics.rows_read - statistics.rows_kept,
+        reject_reasons=done.reject_reasons,
+        tokens=statistics.tokens,
+        supervised_tokens=statistics.supervised_tokens,
+    )
+    derived.put_record(names.manifest, manifest)
+    return manifest
