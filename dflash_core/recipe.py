@@ -141,6 +141,8 @@ class Placement(Section):
     drafters: tuple[str, ...] = ("cpu",)
     threads: int = Field(1, ge=0)
     """CPU threads per process; 0: torch's default."""
+    timeout_s: float = Field(45.0, gt=0)
+    """How long a process waits for the others in a step before it takes one for dead and ends the run."""
 
     @model_validator(mode="after")
     def _pairs(self) -> "Placement":

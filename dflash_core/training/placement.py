@@ -6,12 +6,16 @@ step waits for a device.
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import distributed
 
 from dflash_core.errors import RecipeError
 from dflash_core.recipe import Placement
+
+SETUP_TIMEOUT = timedelta(hours=2)
+"""Downloads, hashing and loading of a large target; and the lead's writing of checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,17 @@ def join(placement: Placement) -> tuple[int, int]:
     if not distributed.is_torchelastic_launched():
         return 0, 1
     if not distributed.is_initialized():
-        distributed.init_process_group("nccl" if placement.drafters[0].startswith("cuda") else "gloo")
+        backend = "nccl" if placement.drafters[0].startswith("cuda") else "gloo"
+        distributed.init_process_group(backend, timeout=SETUP_TIMEOUT)
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def step_group(placement: Placement) -> distributed.ProcessGroup | None:
+    """All ranks again, but impatient: in a step nobody is late, so who does not come is dead. None: one rank."""
+    if not distributed.is_initialized():
+        return None
+    group: distributed.ProcessGroup = distributed.new_group(timeout=timedelta(seconds=placement.timeout_s))
+    return group
 
 
 def _device(name: str, kind: str) -> torch.device:

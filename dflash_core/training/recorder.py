@@ -11,13 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dflash_core.errors import ObjectCorrupt, ObjectMissing, StorageError
 from dflash_core.records import SavedStep
 from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import delete_object, download_file, upload_file
-from dflash_core.training.checkpoint import METRICS, STATE, CheckpointFolder, Damaged, Snapshot
+from dflash_core.training.checkpoint import METRICS, STATE, CheckpointFolder, Damaged, Progress, Snapshot
 from dflash_core.training.metrics import MetricsFile, StepMetrics
-from dflash_core.training.trainer import OnStep
+from dflash_core.training.trainer import OnStep, State
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +93,10 @@ class LeadRecorder:
         self._metrics.write(metrics)
         self._on_step(metrics)
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
         """Write a checkpoint after the one before; a failed write of that one is raised here."""
         self.flush()
+        snapshot = Snapshot(progress, *state(), coverage)
         self._writing = self._thread.submit(self._write, snapshot, self._metrics.flush())
 
     def flush(self) -> None:

@@ -15,7 +15,7 @@ from dflash_core.drafter.model import Drafter
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.training.feed import FeatureFeed, Preparation
-from dflash_core.training.placement import RankPlacement
+from dflash_core.training.placement import RankPlacement, step_group
 from dflash_core.training.step import Learner, rules
 from dflash_core.training.target import load_head, load_target
 from dflash_core.training.trainer import Data
@@ -57,7 +57,7 @@ def make_learner(recipe: Recipe, config: DrafterConfig, device: torch.device, fi
         drafter.load_state_dict(read_state(warm_start, config))
     how = rules(recipe.training, recipe.gamma, device)
     head = load_head(recipe.target.path, how.autocast or torch.float32, device)
-    return Learner(drafter.to(device), head, how, files)
+    return Learner(drafter.to(device), head, how, files, step_group(recipe.training.placement))
 
 
 def make_feed(recipe: Recipe, config: DrafterConfig, placement: RankPlacement) -> FeatureFeed:

@@ -96,7 +96,11 @@ def rules(training: Training, gamma: float, device: torch.device) -> Rules:
 class Learner:
     """Drafter, optimizer and running sums of one rank."""
 
-    def __init__(self, drafter: Drafter, head: Head, rules: Rules, files: int) -> None:
+    def __init__(
+        self, drafter: Drafter, head: Head, rules: Rules, files: int, group: distributed.ProcessGroup | None = None
+    ) -> None:
+        """`group`: the ranks to reduce over; None: all there are."""
+        self.group = group
         self.drafter = drafter.train()
         self.head = head
         self.rules = rules
@@ -153,8 +157,8 @@ class Learner:
         self._counted[Sums._fields.index("stop")] = float(stop)
         packed = torch.cat((self._counted, self._slots))
         if self.ranks > 1:
-            distributed.all_reduce(packed)
-            distributed.all_reduce(self._flat)
+            distributed.all_reduce(packed, group=self.group)
+            distributed.all_reduce(self._flat, group=self.group)
         loss, weight = packed[Sums._fields.index("loss")], packed[Sums._fields.index("weight")]
         self._flat.div_(weight.to(self._flat.dtype))
         norm = torch.linalg.vector_norm(self._flat)
@@ -175,7 +179,7 @@ class Learner:
         """[F, 6] over all ranks, in host memory; every rank calls it."""
         coverage = self.coverage.clone()
         if self.ranks > 1:
-            distributed.all_reduce(coverage)
+            distributed.all_reduce(coverage, group=self.group)
         return coverage.cpu()
 
     @torch.no_grad()
@@ -188,7 +192,7 @@ class Learner:
         """The sums of the held-out micro-batches over all ranks; every rank calls it, between two steps."""
         packed = torch.cat((self._counted, self._slots))
         if self.ranks > 1:
-            distributed.all_reduce(packed)
+            distributed.all_reduce(packed, group=self.group)
         for running in (self._counted, self._slots, self._step_coverage):
             running.zero_()
         blank = torch.zeros(2, dtype=packed.dtype, device=packed.device)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import distributed
 
 from dflash_core.batches.loader import Batch, Loader, Prefetch
 from dflash_core.errors import TrainingStopped, UserError
 from dflash_core.recipe import Training
-from dflash_core.training.checkpoint import Progress, Snapshot
+from dflash_core.training.checkpoint import Progress
 from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
 from dflash_core.training.metrics import Clock, StepMetrics, accepted_prefix, mean_loss
 from dflash_core.training.schedule import learning_rate
@@ -46,13 +47,17 @@ class StopRequest:
             self._file.touch()
 
 
+State = Callable[[], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+"""Makes copies of masters and moments, see `Learner.state`."""
+
+
 class Recorder(Protocol):
     """What the lead rank does with metrics and checkpoints."""
 
     def step(self, metrics: StepMetrics) -> None:
         """Record a step."""
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
         """Write a checkpoint; it may still be on its way when this returns."""
 
     def flush(self) -> None:
@@ -109,6 +114,7 @@ class Trainer:
             UserError: too many skipped steps in a row, or too many rows with bad features.
         """
         self.progress = progress
+        self._await_lead()
         batches = self.data.loader.batches(progress.step, self.steps)
         with Prefetch(self.data.works(batches), PREFETCH) as works:
             for work, features in self.feed.feed(works):
@@ -223,12 +229,16 @@ class Trainer:
     def _flush(self) -> None:
         """No rank goes on before the lead's checkpoint is safe: the first to end may take the others with it."""
         self.recorder.flush()
+        self._await_lead()
+
+    def _await_lead(self) -> None:
+        """Wait for the lead as long as it takes: it may be writing, and a step's patience is short."""
         if self.learner.ranks > 1:
             distributed.barrier()
 
     def _save(self) -> None:
-        masters, moments = self.learner.state()
-        self.recorder.save(Snapshot(self.progress, masters, moments, self.learner.reduced_coverage()))
+        self.recorder.save(self.progress, self.learner.state, self.learner.reduced_coverage())
+        self._await_lead()
 
 
 class Follower:
@@ -237,7 +247,7 @@ class Follower:
     def step(self, metrics: StepMetrics) -> None:
         """The lead writes it."""
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
         """The lead writes it."""
 
     def flush(self) -> None:

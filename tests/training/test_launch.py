@@ -168,17 +168,18 @@ def make_alone(s3: Store, write_recipe: Callable[..., Path], tmp_path: Path) -> 
     return DrafterCheckpoint.model_validate_json(result.read_bytes())
 
 
-@pytest.mark.parametrize("victim", ["starter", "rank"])
-def test_nobody_survives_a_kill(
+@pytest.mark.parametrize("victim", ["starter killed", "rank killed", "rank stopped"])
+def test_nobody_survives_a_dead_or_hanging_process(
     s3: Store, write_recipe: Callable[..., Path], start: Start, tmp_path: Path, victim: str
 ) -> None:
     put_training_set(s3, {"file0": random_rows(0, 20)})
-    devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2}
+    devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "timeout_s": 4}
     process = start(write_recipe(epochs=2000, max_steps=100_000, batch_rows=2, placement=devices))
     assert wait_for(lambda: steps_written(tmp_path) > 1, 90)
     below = children(process.pid)
     assert len(below) >= 3  # torchrun and two ranks
-    os.kill(process.pid if victim == "starter" else below[-1], signal.SIGKILL)
+    sent = signal.SIGSTOP if victim == "rank stopped" else signal.SIGKILL
+    os.kill(process.pid if victim == "starter killed" else below[-1], sent)
     process.communicate(timeout=60)
     assert process.returncode not in (0, 75)
     assert wait_for(lambda: not any(alive(pid) for pid in below), 60)
