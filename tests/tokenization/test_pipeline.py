@@ -260,3 +260,40 @@ def test_workers_end_with_a_caller_that_is_killed_and_a_rerun_finishes(make_reci
     assert len(done) == FILES + 8
     assert all(isinstance(outcome, FileDone) for outcome in done.values())
     assert any(outcome.skipped for outcome in done.values())
+
+
+CRASH = """
+import os, signal, sys
+from dflash_core.recipe import Recipe
+from dflash_core.storage.store import Store, list_sources, open_stores
+from dflash_core.tokenization.pipeline import process_files
+left, put = int(sys.argv[2]), Store.put
+def crossing(self, key, body, content_type="application/octet-stream"):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return put(self, key, body, content_type)
+Store.put = crossing
+recipe = Recipe.model_validate_json(sys.argv[1])
+list(process_files(recipe, list_sources(open_stores(recipe).source)[:1]))
+"""
+
+
+@pytest.mark.parametrize("crossing", range(4))
+def test_a_writer_killed_before_any_of_its_writes_leaves_nothing_that_counts(
+    make_recipe, stores, bucket, crossing: int
+) -> None:
+    recipe = make_recipe(bucket=bucket)
+    command = [sys.executable, "-c", CRASH, recipe.model_dump_json(), str(crossing)]
+    assert psutil.Popen(command, cwd=Path(__file__).parents[2]).wait(60) == -signal.SIGKILL
+    names = Names(fingerprint(recipe), "f0")
+    assert len(objects(stores.derived)) == crossing
+    assert names.manifest not in objects(stores.derived)
+    (source, *_) = list_sources(stores.source)
+    (done,) = process_files(recipe, [source])
+    assert isinstance(done, FileDone)
+    assert not done.skipped
+    (again,) = process_files(recipe, [source])
+    assert again.skipped
+    assert len(objects(stores.derived)) == 4
