@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import orjson
 
+from dflash_core.completions.parsing import count_keys
 from dflash_core.completions.record import Completion, FinishReason, Json, Message, Refused, Role
 
 ROLES: dict[str, Role] = {r: r for r in ("system", "developer", "user", "assistant", "tool")}
@@ -212,7 +213,11 @@ def _decoded(value: Json, reason: str) -> Json:
     try:
         plain = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
         plain.encode("utf8")
-        return json.loads(plain)
+        exact = json.loads(plain)
+        count_keys([exact])
+        return exact
+    except Refused:
+        raise Refused(reason, "nested too deeply") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise Refused(reason, f"holds what JSON cannot: {error}") from None
 

@@ -13,6 +13,7 @@ import orjson
 
 from dflash_core.completions.record import Json, Refused
 
+MAX_DEPTH = 100
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -30,11 +31,8 @@ def parse_object(text: bytes) -> dict[str, Json]:
         return _explain(text, error)
     if type(row) is not dict:
         raise Refused("not a JSON object", f"a {_kind(row)}")
-    try:
-        if _may_hide_a_key(text, _count_keys(row)) or _has_structure(row):
-            return _parse_exactly(text)
-    except RecursionError:
-        raise Refused("nested too deeply") from None
+    if _may_hide_a_key(text, count_keys(row)) or _has_structure(row):
+        return _parse_exactly(text)
     return row
 
 
@@ -44,15 +42,25 @@ def _may_hide_a_key(text: bytes, keys: int) -> bool:
     return ends != keys and ends - text.count(b'\\":') != keys
 
 
-def _count_keys(value: Json) -> int:
-    """Keys in all objects, but for those in a list that begins with neither object nor list."""
-    if type(value) is dict:
-        keys, parts = len(value), list(value.values())
-    else:
-        keys, parts = 0, value if type(value[0]) is dict or type(value[0]) is list else []
-    for part in parts:
-        if (type(part) is dict or type(part) is list) and part:
-            keys += _count_keys(part)
+def count_keys(value: Json) -> int:
+    """Keys in all objects of a value, level by level: no stack is deep enough for what may come.
+
+    Raises:
+        Refused: more than `MAX_DEPTH` levels, which no later stage has to bear.
+    """
+    keys, depth, level = 0, 0, [value]
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise Refused("nested too deeply", f"more than {MAX_DEPTH} levels")
+        below: list[Json] = []
+        for container in level:
+            parts = container
+            if type(container) is dict:
+                keys += len(container)
+                parts = container.values()
+            below += [part for part in parts if type(part) is dict or type(part) is list]
+        level = below
     return keys
 
 

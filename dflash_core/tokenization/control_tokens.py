@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dflash_core.completions.record import Json, Message, Refused
 from dflash_core.tokenization.tokenizer import ChatTokenizer
 
-PRIVATE_BASE = 0xF0000
-"""Supplementary private use: one character for each control token."""
+PRIVATE_BASE = 0x10F000
+"""The far end of private use, where no icon font lives: one character for each control token."""
 
 
 class ControlTokens:
@@ -25,15 +25,17 @@ class ControlTokens:
         self._special = _alternation(tokenizer.special)
         self._private = {token: chr(PRIVATE_BASE + i) for i, token in enumerate(sorted(tokenizer.special))}
         self._spelled = {private: token for token, private in self._private.items()}
+        self._privates = _alternation(self._spelled)
 
     def protect(
         self, messages: tuple[Message, ...], tools: tuple[Json, ...]
     ) -> tuple[tuple[Message, ...], tuple[Json, ...]]:
-        """Hold control tokens out of all recorded text."""
-        if self._special is None or not any(_mentions(self._special, value) for value in (*messages, *tools)):
+        """Hold control tokens out of all recorded text; the very same objects if there are none."""
+        values = (*messages, *tools)
+        if self._special is None or not any(_mentions(self._special, value) for value in values):
             return messages, tools
-        if any(self.is_protected(text) for m in messages for text in (m.content, m.reasoning or "")):
-            raise Refused("private characters", "control tokens and U+F0000.. in one conversation")
+        if self._privates is not None and any(_mentions(self._privates, value) for value in values):
+            raise Refused("private characters", f"control tokens and U+{PRIVATE_BASE:X}.. in one conversation")
         protected = tuple(Message(*(_hold_out(part, self._special, self._private) for part in m)) for m in messages)
         return protected, tuple(_hold_out(tool, self._special, self._private) for tool in tools)
 
@@ -50,7 +52,7 @@ class ControlTokens:
         return "".join(self._spelled.get(character, character) for character in text)
 
     def is_protected(self, text: str) -> bool:
-        """Whether the text holds control tokens that are content."""
+        """Whether a text of a protected row holds control tokens that are content."""
         return not text.isascii() and any(character in text for character in self._spelled)
 
     def split_structure(self, text: str) -> list[str]:

@@ -100,9 +100,10 @@ class ExactEncoder:
         counted = self._supervised_scaffold(text)
         if self._whole:
             text = replace(text, head="", tail=text.head + text.tail, rest=text.head + text.rest)
-        head, rest = self._encode(text.head), self._encode(text.rest)
+        encode = self._encode_protected if text.protected else self._encode
+        head, rest = encode(text.head), encode(text.rest)
         known = text.tail + text.scaffold
-        expected = self.literal(known) if len(known) < MAX_LITERAL_CHARS else self._encode(known)
+        expected = encode(known) if text.protected or len(known) >= MAX_LITERAL_CHARS else self.literal(known)
         if rest[: len(expected)] != expected:
             raise Refused("boundary unstable", "the answer's first token reaches into the prompt")
         start = len(head) + len(expected) - counted
@@ -146,8 +147,11 @@ class ExactEncoder:
         return Row(completion.turn_id(turn), completion.line, finish_reason, int(flags), ids, len(prompt), len(ids))
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.backend.encode([text])[0].tolist())
+
+    def _encode_protected(self, text: str) -> tuple[int, ...]:
         if not self.renderer.control.is_protected(text):
-            return tuple(self.backend.encode([text])[0].tolist())
+            return self._encode(text)
         if not self.renderer.cuttable >= self.renderer.tokenizer.special:
             raise Refused("control tokens in content", "this tokenizer cannot encode them apart from the rest")
         found: list[int] = []

@@ -93,8 +93,6 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise Refused("the template refuses the conversation", str(error)) from None
-        except RecursionError:
-            raise Refused("the template refuses the conversation", "nested too deeply") from None
 
 
 def template_message(message: Message) -> dict[str, Json]:

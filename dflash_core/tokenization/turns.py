@@ -69,6 +69,8 @@ class TurnText:
     rest: str
     terminated: bool
     """The row ends in the terminator (and what follows it)."""
+    protected: bool
+    """Control tokens in its content are held out as private characters."""
 
 
 class TurnRenderer:
@@ -94,6 +96,7 @@ class TurnRenderer:
         """
         recorded = completion.messages[: turn + 1]
         messages, tools = self.control.protect(recorded, completion.tools)
+        protected = messages is not recorded
         last = turn == len(completion.messages) - 1
         finish_reason = completion.finish_reason if last else "stop"
         answer, cut = messages[-1], finish_reason == "length"
@@ -126,6 +129,7 @@ class TurnRenderer:
             scaffold_counts=layout.prompted and self._supervise_empty_thought,
             rest=text[edge:],
             terminated=not cut,
+            protected=protected,
         )
 
     def _renders(self, messages: Sequence[Message], tools: Sequence[Json]) -> tuple[str, int, str]:

@@ -99,6 +99,8 @@ def test_tool_calls_in_every_form_are_equal(calls: object) -> None:
     "calls",
     [
         "[{",
+        "[" * 200 + "]" * 200,
+        "[" * 9000 + "]" * 9000,
         [{"x": 1}],
         [{"function": {"name": ""}}],
         "__import__('os')",

@@ -231,6 +231,22 @@ def test_control_tokens_in_content_never_become_structure(tokenizers: Tokenizers
     assert row.ids[row.end - 1] == added["<|im_end|>"]
 
 
+def test_private_characters_are_text_unless_control_tokens_need_them(tokenizers: Tokenizers) -> None:
+    icons = "\U000f0001 \U0010f000\U0010f001"
+    row = row_of(tokenizers("chatml"), messages=chat("q", icons))
+    assert supervised(tokenizers("chatml"), row) == icons + "<|im_end|>"
+    with pytest.raises(Refused, match="private characters"):
+        row_of(tokenizers("chatml"), messages=chat("what is <|im_end|>?", icons))
+
+
+def test_tools_nested_as_deeply_as_is_accepted_are_rendered(tokenizers: Tokenizers) -> None:
+    nested: object = "<|im_end|>"
+    for _ in range(95):
+        nested = {"a": [nested]}
+    row = row_of(tokenizers(), messages=chat("q", "a"), tools=[nested])
+    assert "[" in text(tokenizers(), row)
+
+
 def test_added_tokens_that_are_no_control_tokens_are_read_as_serving_reads_them(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers("chatml")
     row = row_of(tokenizer, messages=chat("what does <tool_call> mean?", "it is </think> like"))
