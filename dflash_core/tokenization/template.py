@@ -45,7 +45,9 @@ class ChatTemplate:
         self, text: str, special_tokens: Mapping[str, str], options: Mapping[str, TemplateOption], where: str
     ) -> None:
         self.text = text
-        self._environment = _environment()
+        self.reads_clock = False
+        """Whether a render has printed the current time: its ids hold only for today."""
+        self._environment = _environment(self._strftime_now)
         try:
             tree = self._environment.parse(text)
             self._template = self._environment.from_string(text)
@@ -94,6 +96,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise Refused("the template refuses the conversation", str(error)) from None
 
+    def _strftime_now(self, form: str) -> str:
+        self.reads_clock = True
+        return datetime.now().strftime(form)
+
 
 def template_message(message: Message) -> dict[str, Json]:
     """The message as engines hand it to a template; the thought under each of the names templates use."""
@@ -111,11 +117,11 @@ def _text(node: nodes.Node) -> str | None:
     return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else None
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(strftime_now: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
     environment.globals.update(functions)
     environment.filters["tojson"] = _tojson
     return environment
@@ -123,10 +129,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(

@@ -109,6 +109,21 @@ def test_tokens_that_only_the_configuration_adds_are_added(folders: dict[str, Pa
     assert "<|new|>" in tokenizer.special
 
 
+def test_a_template_that_prints_the_date_is_said_aloud(make_recipe, tmp_path: Path, caplog) -> None:
+    from dflash_core.tokenization.turns import TurnRenderer
+
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ date if date is defined else strftime_now('%Y') }}"
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    dated = load_tokenizer(make_recipe("chatml", chat_template=template, template_options={"date": "1999"}))
+    TurnRenderer(dated, supervise_empty_thought=True)
+    assert not caplog.text
+    TurnRenderer(load_tokenizer(make_recipe("chatml", chat_template=template)), supervise_empty_thought=True)
+    assert "prints today's date" in caplog.text
+
+
 def test_a_template_that_ends_no_turn_is_refused_at_the_start(make_recipe, tmp_path: Path) -> None:
     from dflash_core.tokenization.turns import TurnRenderer
 
