@@ -35,6 +35,8 @@ from dflash_core.training.trainer import StopRequest
 log = logging.getLogger(__name__)
 
 KILL_AFTER_S = 10.0
+SHUTDOWN_TIMEOUT_S = 5
+"""Between the death of one rank and the killing of those that do not end."""
 INTERRUPTED = 130
 
 
@@ -87,6 +89,7 @@ def _under_torchrun(recipe: Recipe, options: argparse.Namespace) -> DrafterCheck
     with tempfile.TemporaryDirectory(prefix="dflash-train-") as folder:
         session = Path(folder)
         command = [sys.executable, "-m", "dflash_core.training.agent", "--standalone", "--max-restarts=0"]
+        command += [f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}"]
         command += [f"--nproc-per-node={len(recipe.training.placement.drafters)}", "-m", "dflash_core.training.launch"]
         command += ["--recipe", str(options.recipe), "--session", str(session)]
         command += ["--training-set", options.training_set] if options.training_set else []

@@ -7,7 +7,7 @@ and uploaded. The price is a copy of them in host memory. In the store a `SavedS
 import logging
 import os
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ from dflash_core.training.metrics import MetricsFile, StepMetrics
 from dflash_core.training.trainer import OnStep, State
 
 log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""How long a step may be held up by the checkpoint before; the other ranks wait for it and must not lose patience."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,10 @@ class LeadRecorder:
         self._on_step(metrics)
 
     def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
-        """Write a checkpoint after the one before; a failed write of that one is raised here."""
+        """Write a checkpoint, or leave it out if the one before is slow; a failed write of that one is raised here."""
+        if self._writing is not None and not wait([self._writing], PATIENCE_S).done:
+            log.warning("no checkpoint after step %d: the one before is still being written", progress.step)
+            return
         self.flush()
         snapshot = Snapshot(progress, *state(), coverage)
         self._writing = self._thread.submit(self._write, snapshot, self._metrics.flush())

@@ -58,7 +58,7 @@ class Recorder(Protocol):
         """Record a step."""
 
     def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
-        """Write a checkpoint; it may still be on its way when this returns."""
+        """Write a checkpoint, unless the one before is still being written; returns soon, others wait in a step."""
 
     def flush(self) -> None:
         """Return when the last checkpoint is safe."""
@@ -128,7 +128,6 @@ class Trainer:
                 # One rank need not agree with others, so it need not wait for its own flag to come back.
                 self._stop_agreed = self._stop_agreed or (self.learner.ranks == 1 and stop.asked)
                 self._after_step(work.batch.step + 1, works.waited_s)
-        self._flush()
         return self.progress
 
     def _after_step(self, done: int, waited_s: float) -> None:
@@ -139,13 +138,14 @@ class Trainer:
         self._read(0 if validate or save else 1, validate, waited_s)
         if self._stop_agreed and not end:
             self._read(0, False, waited_s)
-            self._save()
-            self._flush()
+            self._save_for_sure()
             raise TrainingStopped(
                 f"training stopped after step {self.progress.step} of {self.steps}; a checkpoint was saved, the same "
                 "command continues from it"
             )
-        if save:
+        if end:
+            self._save_for_sure()
+        elif save:
             self._save()
 
     def _read(self, leave: int, validate: bool, waited_s: float) -> None:
@@ -238,7 +238,11 @@ class Trainer:
 
     def _save(self) -> None:
         self.recorder.save(self.progress, self.learner.state, self.learner.reduced_coverage())
-        self._await_lead()
+
+    def _save_for_sure(self) -> None:
+        self._flush()
+        self._save()
+        self._flush()
 
 
 class Follower:

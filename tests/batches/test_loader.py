@@ -2,21 +2,19 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dflash_core.batches.cache import RowStore, open_rows
+from dflash_core.batches.cache import RowStore
 from dflash_core.batches.loader import Batch, Loader, Prefetch, Shape, held_out_batches, split_rows
-from dflash_core.storage.store import Store
-from tests.training.conftest import put_training_set, random_rows
+from tests.training.conftest import random_rows, row_store
 
 
-@pytest.fixture
-def rows(s3: Store, tmp_path: Path) -> RowStore:
-    return open_rows(s3, put_training_set(s3, {"a": random_rows(0, 30), "b": random_rows(1, 33)}), tmp_path, 2)
+@pytest.fixture(scope="module")
+def rows() -> RowStore:
+    return row_store({"a": random_rows(0, 30), "b": random_rows(1, 33)})
 
 
 def steps_of(rows: RowStore, shape: tuple[int, int, int], first: int, end: int) -> list[set[str]]:

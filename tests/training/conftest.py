@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from dflash_core.batches.cache import RowStore, ShardRows, unpack
 from dflash_core.quality.training_set import training_set_hash
 from dflash_core.recipe import Recipe
 from dflash_core.records import StoredObject, TrainingSet, TrainingSetPointer, TrainingSetShard, Verdict
 from dflash_core.storage.store import Store
-from dflash_core.tokenization.shards import SCHEMA
+from dflash_core.tokenization.shards import SCHEMA, read_shard
 
 VOCABULARY = 97
 MASK = 96
@@ -55,6 +56,12 @@ def random_rows(file: int, count: int, longest: int = 60) -> list[tuple[str, lis
         ids = [(start + stride * i) % (MASK - 1) for i in range(length)]
         rows.append((f"file{file}:{line}", ids, [(int(generator.integers(2, 8)), length)]))
     return rows
+
+
+def row_store(files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]]]) -> RowStore:
+    """The rows of a training set without store and cache."""
+    unpacked: list[dict[str, Any]] = [unpack(read_shard(shard_bytes(rows))) for rows in files.values()]
+    return RowStore(list(files), [ShardRows(**arrays) for arrays in unpacked])
 
 
 def put_training_set(

@@ -139,7 +139,7 @@ def test_several_ranks_end_together(
     s3: Store, write_recipe: Callable[..., Path], start: Start, tmp_path: Path, ranks: int
 ) -> None:
     """Stop, continue, finish: the same training as on one rank."""
-    put_training_set(s3, {"file0": random_rows(0, 20), "file1": random_rows(1, 20)})
+    put_training_set(s3, {"file0": random_rows(0, 8), "file1": random_rows(1, 8)})
     devices = {"targets": ["cpu"] * ranks, "drafters": ["cpu"] * ranks}
     recipe = write_recipe(epochs=2000, max_steps=100_000, batch_rows=2, placement=devices)
     process = start(recipe)
@@ -168,7 +168,7 @@ def make_alone(s3: Store, write_recipe: Callable[..., Path], tmp_path: Path) -> 
     return DrafterCheckpoint.model_validate_json(result.read_bytes())
 
 
-@pytest.mark.parametrize("victim", ["starter killed", "rank killed", "rank stopped"])
+@pytest.mark.parametrize("victim", ["starter killed", "rank stopped"])
 def test_nobody_survives_a_dead_or_hanging_process(
     s3: Store, write_recipe: Callable[..., Path], start: Start, tmp_path: Path, victim: str
 ) -> None:

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_core.batches.cache import RowStore, ShardRows, unpack
+from dflash_core.batches.cache import RowStore
 from dflash_core.batches.loader import Batch, Loader, Shape
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.objective import SlotWeights
-from dflash_core.tokenization.shards import read_shard
 from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
 from dflash_core.training.step import Learner, Rules, Sums
 from dflash_core.training.target import Head, Target, load_head, load_target
-from tests.training.conftest import MASK, VOCABULARY, random_rows, shard_bytes
+from tests.training.conftest import MASK, VOCABULARY, random_rows, row_store
 from tests.training.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -43,8 +42,7 @@ RULES = Rules(SlotWeights("decay", 4.0), clip=1.0, betas=(0.9, 0.95), weight_dec
 
 @pytest.fixture(scope="module")
 def rows() -> RowStore:
-    shards = [ShardRows(**unpack(read_shard(shard_bytes(random_rows(file, 19))))) for file in range(2)]  # type: ignore[arg-type]
-    return RowStore(["a", "b"], shards)
+    return row_store({"a": random_rows(0, 19), "b": random_rows(1, 19)})
 
 
 @pytest.fixture(scope="module")
