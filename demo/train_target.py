@@ -76,7 +76,7 @@ class Settings:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 64
-    problems: int = 40_000
+    problems: int = 24_000
     batch_size: int = 16
     learning_rate: float = 3e-3
     warmup: float = 0.05

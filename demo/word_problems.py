@@ -24,23 +24,11 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NAMES = _words(
-    "Ada Amir Anna Ben Chen Clara David Elif Emma Erik Farid George Grace Hana Hugo Ines Ivan Jack Julia Kira"
-    " Lars Lena Leo Maria Maya Nadia Nora Omar Oscar Paula Peter Rosa Ruth Sara Simon Sofia Tara Theo Tom Vera"
-    " Zoe"
-)
+NAMES = _words("Ada Amir Anna Ben Clara David Elif Emma George Hana Jack Julia Leo Maya Nora Omar Paula Peter Ruth Tom")
 ITEMS = _words(
-    "apples bags beads bells books bottles buttons cakes candles carrots chairs coats dolls eggs flags flowers"
-    " gloves hats keys kites lamps lemons letters maps masks pears pencils pens plates plums pots ribbons rings"
-    " scarves shells stamps stickers stones tomatoes toys tulips"
+    "apples beads bells books bottles cakes candles chairs coats eggs flags flowers hats keys lamps maps masks pears"
+    " pencils plates shells stamps stones toys"
 )
-CONTAINERS = _words("baskets boxes bundles crates sacks trays")
-PLACES = _words(
-    "bakery bridge cafe camp castle church city fair farm ferry forest garden harbor hotel island lake library"
-    " market museum office park river school station tower village"
-)
-DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 OPERATION_WORDS = {"+": "plus", "-": "minus", "x": "times", "/": "divided by"}
 OPERATION_ORDERS = {
     "+": "add {left} and {right}",
@@ -114,58 +102,40 @@ class Voice:
 VOICES = (
     Voice(
         ("Please solve this.", "Solve the problem below."),
-        "",
-        ("Given: {fact}.\n", "Also given: {fact}.\n"),
+        "I write down what is given.",
+        (" First, {fact}.", " Then, {fact}."),
         (
-            "First, {what}: {left} {op} {right} = {result}, so {state}.\n",
-            "Next, {what}: {left} {op} {right} = {result}, so {state}.\n",
+            "\nThe first thing to find is {what}. That is {left} {op} {right} = {result}, so {state}.",
+            "\nThe next thing to find is {what}. That is {left} {op} {right} = {result}, so {state}.",
         ),
-        "Thus the answer is {total} {unit}.",
+        "\nThis is what was asked, so the answer is {total} {unit}.",
     ),
     Voice(
         ("Can you help me?", "I need some help."),
         "Okay, I want to know {ask}.",
-        (" I read that {fact}", ", and that {fact}"),
+        (" I read that {fact}", ", and I also read that {fact}"),
         (
-            ". Now {left} {word} {right} is {result}, which is {what}. Hence {state}",
-            ". Then {left} {word} {right} is {result}, which is {what}. Hence {state}",
+            ". To know {what} I take {left} {word} {right}, which is {result}. That means that {state}",
+            ". Now to know {what} I take {left} {word} {right}, which is {result}. That means that {state}",
         ),
-        ". It is {total} {unit}.",
+        ". So I can tell that it is {total} {unit}.",
     ),
     Voice(
         ("Homework:", "Here is an exercise."),
-        "",
-        ("1. {fact}.\n", "2. {fact}.\n", "3. {fact}.\n"),
-        ("To get {what}, {order}. We get {result}.\n{State}.\n",),
-        "The question was {ask}: {total} {unit}.",
+        "This is an exercise about {ask}.",
+        ("\n1. It is given that {fact}.", "\n2. It is given that {fact}."),
+        ("\nSo we need {what}. We {order} and we get {result}. With this, {state}.",),
+        "\nThe exercise is done, and the result is {total} {unit}.",
     ),
     Voice(
         ("Think about this story.", "Listen to this story."),
-        "",
-        ("In the story {fact}.", " Also {fact}."),
+        "The story is easy to follow.",
+        (" At first {fact}.", " After that {fact}."),
         (
-            " Because {left} {word} {right} makes {result}, {state}.",
-            " Because {left} {word} {right} makes {result}, {state}.",
-            " At the end {left} {word} {right} makes {result}, {state}.",
+            " Because {left} {word} {right} makes {result}, we know now that {state}.",
+            " And because {left} {word} {right} makes {result}, we know in the end that {state}.",
         ),
-        " I found {what}: {total} {unit}.",
-    ),
-    Voice(
-        ("Quick question.", "A short one."),
-        "Wanted: {ask};",
-        (" {fact};",),
-        (" {what} = {left} {op} {right} = {result};",),
-        " done: {total} {unit}.",
-    ),
-    Voice(
-        ("Let us work together.", "We should check this one."),
-        "We look for {what}.",
-        (" We know {fact}.", " We know also {fact}."),
-        (
-            " We write {left} {op} {right} for {what} and find {result}. So {state}.",
-            " We write {left} {op} {right} for {what} and find {result}. So {state}.",
-        ),
-        " We are sure: {total} {unit}.",
+        " This is how the story ends, and so {what} must be {total} {unit}.",
     ),
 )
 
@@ -184,18 +154,17 @@ def _two(rng: random.Random, words: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _buying(rng: random.Random) -> Story:
-    name, item, place = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(PLACES)
-    verb = rng.choice(("buys", "orders", "chooses", "takes"))
+    name, item = rng.choice(NAMES), rng.choice(ITEMS)
     count, price = rng.randint(2, 9), rng.randint(2, 9)
     cost = count * price
     paid = ((cost + 1) // 10 + rng.randint(1, 2 if cost < 79 else 1)) * 10
     return Story(
         "buying",
-        (f"{name} {verb} {count} {item} at the {place} for {price} coins each", f"{name} pays with {paid} coins"),
+        (f"{name} buys {count} {item} for {price} coins each", f"{name} pays with {paid} coins"),
         f"how many coins {name} gets back",
         (
-            Step("x", count, price, f"the price of the {item}", f"{name} owes the {place} {cost} coins"),
-            Step("-", paid, cost, f"the change of {name}", f"{name} gets {paid - cost} coins back"),
+            Step("x", count, price, f"the price of all the {item}", f"{name} has to pay {cost} coins for the {item}"),
+            Step("-", paid, cost, f"the change for {name}", f"{name} gets {paid - cost} coins back"),
         ),
         "coins",
     )
@@ -203,173 +172,96 @@ def _buying(rng: random.Random) -> Story:
 
 def _sharing(rng: random.Random) -> Story:
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
-    (day, other), place = _two(rng, DAYS), rng.choice(PLACES)
-    verb = rng.choice(("finds", "makes", "collects", "gets"))
     friends, each = rng.randint(2, 6), rng.randint(3, 9)
     total = friends * each
     first = rng.randint(2, total - 2)
     return Story(
         "sharing",
         (
-            f"{name} {verb} {first} {item} on {day} and {total - first} on {other}",
-            f"{friends} friends at the {place} share the {item} of {name}",
+            f"{name} finds {first} {item} in the morning and {total - first} {item} in the evening",
+            f"{friends} friends share all the {item} of {name}",
         ),
-        f"how many {item} each friend gets",
+        f"how many {item} each of the friends gets",
         (
-            Step("+", first, total - first, f"the {item} of {day} and {other}", f"{name} {verb} {total} {item}"),
-            Step("/", total, friends, f"the {item} of one friend", f"each friend at the {place} gets {each} {item}"),
+            Step(
+                "+", first, total - first, f"how many {item} {name} finds", f"{name} finds {total} {item} on that day"
+            ),
+            Step("/", total, friends, "the part of one friend", f"each of the {friends} friends gets {each} {item}"),
         ),
         item,
     )
 
 
-def _travelling(rng: random.Random) -> Story:
-    name, (place, other), day = rng.choice(NAMES), _two(rng, PLACES), rng.choice(DAYS)
-    verb = rng.choice(("walks", "rides", "sails", "runs"))
-    speed, hours, more = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 15)
-    way = speed * hours
-    return Story(
-        "travelling",
-        (
-            f"on {day} {name} {verb} {hours} hours to the {place} at {speed} km an hour",
-            f"the {other} is {more} km behind the {place}",
-        ),
-        f"how far {name} {verb} to the {other}",
-        (
-            Step("x", speed, hours, f"the way to the {place}", f"{name} {verb} {way} km to the {place}"),
-            Step("+", way, more, f"the way to the {other}", f"{name} {verb} {way + more} km to the {other}"),
-        ),
-        "km",
-    )
-
-
 def _packing(rng: random.Random) -> Story:
-    (name, other), item, container = _two(rng, NAMES), rng.choice(ITEMS), rng.choice(CONTAINERS)
-    verb = rng.choice(("packs", "fills", "brings", "opens"))
+    name, item = rng.choice(NAMES), rng.choice(ITEMS)
     count, size, loose = rng.randint(2, 8), rng.randint(2, 8), rng.randint(2, 9)
     packed = count * size
-    given = rng.randint(2, min(9, packed))
-    left = packed + loose - given
     return Story(
         "packing",
         (
-            f"{name} {verb} {count} {container} with {size} {item} in each",
-            f"{name} has {loose} more {item} and sends {given} {item} to {other}",
+            f"{name} fills {count} boxes with {size} {item} in each box",
+            f"{name} still has {loose} more {item} on the table",
         ),
-        f"how many {item} {name} keeps",
+        f"how many {item} {name} has in all",
         (
-            Step("x", count, size, f"the {item} in the {container}", f"the {container} hold {packed} {item}"),
-            Step("+", packed, loose, f"all the {item}", f"{name} has {packed + loose} {item}"),
-            Step("-", packed + loose, given, f"the {item} without those of {other}", f"{name} keeps {left} {item}"),
+            Step("x", count, size, f"how many {item} are in the boxes", f"the {count} boxes hold {packed} {item}"),
+            Step("+", packed, loose, f"all the {item} of {name}", f"{name} has {packed + loose} {item} in all"),
         ),
         item,
     )
 
 
 def _remaining(rng: random.Random) -> Story:
-    (name, other), item, place = _two(rng, NAMES), rng.choice(ITEMS), rng.choice(PLACES)
-    verb = rng.choice(("loses", "sells", "breaks", "leaves"))
-    part = rng.choice(tuple(FRACTIONS))
-    share = rng.randint(4, 9)
-    owned, kept = part * share, part * share - share
-    gone = rng.randint(2, kept - 2)
+    (name, other), item = _two(rng, NAMES), rng.choice(ITEMS)
+    owned, given, lost = rng.randint(20, 60), rng.randint(2, 9), rng.randint(2, 9)
+    kept = owned - given
     return Story(
         "remaining",
         (
-            f"{name} owns {owned} {item} and gives {FRACTIONS[part]} of the {item} to {other}",
-            f"{name} {verb} {gone} {item} at the {place}",
+            f"{name} owns {owned} {item} and gives {given} of the {item} to {other}",
+            f"{name} loses {lost} of the {item}",
         ),
         f"how many {item} {name} still owns",
         (
-            Step("/", owned, part, f"the {item} for {other}", f"{other} gets {share} {item}"),
-            Step("-", owned, share, f"the {item} which {name} keeps", f"{name} owns {kept} {item}"),
-            Step("-", kept, gone, f"the {item} after the {place}", f"{name} still owns {kept - gone} {item}"),
+            Step(
+                "-", owned, given, f"the {item} without those for {other}", f"{name} owns {kept} {item} after the gift"
+            ),
+            Step("-", kept, lost, f"the {item} without those that are lost", f"{name} still owns {kept - lost} {item}"),
         ),
         item,
     )
 
 
 def _comparing(rng: random.Random) -> Story:
-    (name, other), item, place = _two(rng, NAMES), rng.choice(ITEMS), rng.choice(PLACES)
-    verb = rng.choice(("counts", "sees", "paints", "carries"))
+    (name, other), item = _two(rng, NAMES), rng.choice(ITEMS)
     mine, more = rng.randint(2, 20), rng.randint(2, 9)
     theirs = mine + more
     return Story(
         "comparing",
-        (f"{name} {verb} {mine} {item} at the {place}", f"{other} {verb} {more} {item} more than {name}"),
+        (f"{name} counts {mine} {item} at home", f"{other} counts {more} {item} more than {name}"),
         f"how many {item} {name} and {other} have together",
         (
-            Step("+", mine, more, f"the {item} of {other}", f"{other} {verb} {theirs} {item} at the {place}"),
-            Step("+", mine, theirs, f"the {item} of {name} and {other}", f"they have {mine + theirs} {item} together"),
-        ),
-        item,
-    )
-
-
-def _ages(rng: random.Random) -> Story:
-    (name, other), place = _two(rng, NAMES), rng.choice(PLACES)
-    relation = rng.choice(("cousin", "friend", "teacher", "neighbor", "partner", "guest"))
-    age, gap, later = rng.randint(4, 20), rng.randint(2, 9), rng.randint(2, 9)
-    older = age + gap
-    return Story(
-        "ages",
-        (
-            f"{name} from the {place} is {age} years old",
-            f"{other} is the {relation} of {name} and {gap} years older",
-        ),
-        f"how old {other} is in {later} years",
-        (
-            Step("+", age, gap, f"the age of the {relation}", f"{other} is {older} years old"),
-            Step(
-                "+",
-                older,
-                later,
-                f"the age in {later} years",
-                f"the {relation} {other} is then {older + later} years old",
-            ),
-        ),
-        "years",
-    )
-
-
-def _working(rng: random.Random) -> Story:
-    (name, other), item, place = _two(rng, NAMES), rng.choice(ITEMS), rng.choice(PLACES)
-    verb = rng.choice(("washes", "paints", "repairs", "sorts"))
-    rate, second, hours = rng.randint(2, 6), rng.randint(2, 6), rng.randint(2, 6)
-    both = rate + second
-    return Story(
-        "working",
-        (
-            f"{name} {verb} {rate} {item} an hour and {other} {verb} {second} {item} an hour",
-            f"they work {hours} hours at the {place}",
-        ),
-        f"how many {item} are ready after {hours} hours",
-        (
-            Step("+", rate, second, f"the {item} of one hour", f"{name} and {other} finish {both} {item} an hour"),
-            Step("x", both, hours, f"the {item} of {hours} hours", f"{both * hours} {item} are ready at the {place}"),
+            Step("+", mine, more, f"how many {item} {other} has", f"{other} counts {theirs} {item} at home"),
+            Step("+", mine, theirs, f"the {item} of both", f"{name} and {other} have {mine + theirs} {item} together"),
         ),
         item,
     )
 
 
 def _saving(rng: random.Random) -> Story:
-    name, item, day = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(DAYS)
-    verb = rng.choice(("saves", "earns", "puts away", "wins"))
+    name, item = rng.choice(NAMES), rng.choice(ITEMS)
     weekly, weeks, before = rng.randint(2, 8), rng.randint(2, 8), rng.randint(2, 9)
     saved = weekly * weeks
-    have = saved + before
-    price = ((have + 1) // 10 + 1) * 10
     return Story(
         "saving",
         (
-            f"every {day} {name} {verb} {weekly} coins",
-            f"{name} had {before} coins before and wants {item} for {price} coins",
+            f"{name} puts away {weekly} coins every week to buy {item}",
+            f"{name} had {before} coins before the first week",
         ),
-        f"how many coins {name} misses for the {item} after {weeks} weeks",
+        f"how many coins {name} has for the {item} after {weeks} weeks",
         (
-            Step("x", weekly, weeks, f"the coins of {weeks} weeks", f"{name} {verb} {saved} coins in {weeks} weeks"),
-            Step("+", saved, before, f"all the coins of {name}", f"{name} has {have} coins for the {item}"),
-            Step("-", price, have, f"the missing coins for the {item}", f"{name} misses {price - have} coins"),
+            Step("x", weekly, weeks, f"the coins of {weeks} weeks", f"{name} puts away {saved} coins in {weeks} weeks"),
+            Step("+", saved, before, f"all the coins of {name}", f"{name} has {saved + before} coins for the {item}"),
         ),
         "coins",
     )
@@ -378,12 +270,9 @@ def _saving(rng: random.Random) -> Story:
 FAMILIES: tuple[Callable[[random.Random], Story], ...] = (
     _buying,
     _sharing,
-    _travelling,
     _packing,
     _remaining,
     _comparing,
-    _ages,
-    _working,
     _saving,
 )
 

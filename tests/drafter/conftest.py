@@ -47,7 +47,7 @@ def make_drafter() -> Callable[[DrafterConfig], Drafter]:
 
     def make(config: DrafterConfig) -> Drafter:
         drafter = Drafter(config).double()
-        drafter.initialize(1, std=0.3)
+        drafter.initialize(1, gain=1.5)
         with torch.no_grad():
             for name, parameter in drafter.named_parameters():
                 if name.endswith("norm.weight"):

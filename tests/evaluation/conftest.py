@@ -79,5 +79,5 @@ def drafter() -> Drafter:
         sliding_window=12,
     )
     made = Drafter(config)
-    made.initialize(0, std=0.2)
+    made.initialize(0)
     return made
