@@ -69,7 +69,7 @@ CHAT_TEMPLATE = """\
 class Settings:
     """Everything that decides the trained target; lengths in tokens, `problems` and `batch_size` in sequences."""
 
-    vocab_size: int = 1024
+    vocab_size: int = 1024  # rows of the embedding; the text may need fewer
     hidden_size: int = 128
     intermediate_size: int = 384
     layers: int = 6
@@ -98,7 +98,7 @@ class Quality:
 
 
 def train_tokenizer(problems: Sequence[WordProblem], vocab_size: int) -> Any:
-    """Train a byte-level BPE on the problems' text; the special and thought tokens are the last rows of the vocabulary.
+    """Train a byte-level BPE on the problems' text; the special and thought tokens follow its merges.
 
     Numbers are cut in pieces of at most two digits, and the text is salted with all of them: each is one token.
     """
