@@ -21,6 +21,12 @@ Report = Callable[[StepMetrics], None]
 LINE_EVERY_S = 5.0
 
 
+def log_to_stderr() -> None:
+    """Our own messages in full, those of libraries from warnings on; for processes that train and nothing else."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("dflash_core").setLevel(logging.INFO)
+
+
 @contextmanager
 def report_steps(pipes: bool, lead: bool = True) -> Iterator[Report]:
     """A function that shows each step it is given; nothing on ranks that do not lead.

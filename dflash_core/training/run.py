@@ -28,6 +28,7 @@ from dflash_core.records import DrafterCheckpoint, FileCoverage, RunPointer, Tra
 from dflash_core.storage.store import Store, open_stores
 from dflash_core.storage.transfers import sha256_file, upload_file
 from dflash_core.training.checkpoint import METRICS, CheckpointFolder, Progress, require_tensors
+from dflash_core.training.failures import readable_failures
 from dflash_core.training.placement import RankPlacement, join, place
 from dflash_core.training.recorder import LeadRecorder, RemoteCheckpoints, resume
 from dflash_core.training.setup import make_data, make_feed, make_learner, require_fitting
@@ -115,7 +116,7 @@ def train_drafter(
             store.put_record(LATEST, RunPointer(run=run))
         return finished
     folder = recipe.storage.work_dir / "drafter_checkpoint" / run
-    with _locked(folder, placement):
+    with readable_failures(recipe), _locked(folder, placement):
         identity = _identity(recipe, training_set, fingerprint, placement)
         checkpoints = CheckpointFolder(folder / "checkpoints", identity, recipe.training.keep_checkpoints)
         files = RunFiles(store, run, folder, checkpoints, RemoteCheckpoints(store, run))

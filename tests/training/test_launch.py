@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,6 +181,10 @@ def test_nobody_survives_a_dead_or_hanging_process(
     assert len(below) >= 3  # torchrun and two ranks
     sent = signal.SIGSTOP if victim == "rank stopped" else signal.SIGKILL
     os.kill(process.pid if victim == "starter killed" else below[-1], sent)
-    process.communicate(timeout=60)
+    sent_at = time.monotonic()
+    _, errors = process.communicate(timeout=60)
     assert process.returncode not in (0, 75)
-    assert wait_for(lambda: not any(alive(pid) for pid in below), 60)
+    assert wait_for(lambda: not any(alive(pid) for pid in below), 20)
+    assert time.monotonic() - sent_at < 30
+    if victim == "rank stopped":
+        assert re.search(r"rank [01] died or hung", errors), errors
