@@ -83,7 +83,8 @@ class Memory(threading.Thread):
                 if not psutil.pid_exists(self._pid):
                     return
                 continue
-            self.samples.append((time.monotonic() - began, resident))
+            if resident:  # a process that has ended and was not waited for yet holds nothing
+                self.samples.append((time.monotonic() - began, resident))
             time.sleep(SAMPLE_S)
 
 
@@ -122,7 +123,7 @@ def uninterrupted(settings: Recipe, work: Path, files: int) -> dict[str, float]:
     finish(process)
     wall = time.monotonic() - began
     resident = [amount / 1e6 for _, amount in memory.samples]
-    since = resident[at_100 or 0 :]
+    since = resident[at_100 or 0 :] or resident[-1:]
     return {
         "wall_s": wall,
         "peak_resident_mb": max(resident),

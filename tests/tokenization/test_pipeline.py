@@ -195,7 +195,7 @@ def test_a_killed_worker_fails_the_file_it_had_begun_and_no_other(make_recipe, s
 
 
 def test_a_worker_that_makes_no_progress_is_ended(make_recipe, stores, bucket, monkeypatch) -> None:
-    monkeypatch.setattr(pool, "STALL_S", 5.0)
+    monkeypatch.setattr(pool, "STALL_S", 3.0)
     recipe = make_recipe(bucket=bucket, workers=2, backend="huggingface", max_length=100)
     stores.source.put("a-slow.jsonl", slow_rows(400))
 
@@ -246,8 +246,8 @@ for outcome in process_files(recipe, list_sources(open_stores(recipe).source)):
 
 def test_workers_end_with_a_caller_that_is_killed_and_a_rerun_finishes(make_recipe, stores, bucket) -> None:
     recipe = make_recipe(bucket=bucket, workers=2, backend="huggingface", max_length=100)
-    for i in range(8):
-        stores.source.put(f"slow{i}.jsonl", slow_rows(6))
+    for i in range(6):
+        stores.source.put(f"slow{i}.jsonl", slow_rows(3))
     caller = psutil.Popen(
         [sys.executable, "-c", ORPHAN, recipe.model_dump_json()], stdout=-1, cwd=Path(__file__).parents[2]
     )
@@ -257,7 +257,7 @@ def test_workers_end_with_a_caller_that_is_killed_and_a_rerun_finishes(make_reci
     caller.kill()
     assert not psutil.wait_procs(family, timeout=15)[1]
     done = by_partition(process_files(recipe, list_sources(stores.source)))
-    assert len(done) == FILES + 8
+    assert len(done) == FILES + 6
     assert all(isinstance(outcome, FileDone) for outcome in done.values())
     assert any(outcome.skipped for outcome in done.values())
 
