@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
 from dflash_core.records import SourceFile
@@ -36,6 +37,9 @@ from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.pipeline import drain, verify_files
 from dflash_core.tokenization.worker import TokenizingEngine
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TAGGED = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -44,6 +48,8 @@ TAGGED = """\
 {%- else %}{{ m.content | trim + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+RIVAL_FILES = 3
+"""Files that the slow ones get; their rate does not depend on it."""
 SMALL_OBJECTS = 1805
 LATENCY_S = 0.2
 BUCKET = "benchmark"
@@ -87,13 +93,11 @@ def tokenize_files(tokenizer: FileTokenizer, files: Sequence[Path], out: Path) -
     return tokens
 
 
-def datasets_map(path: Path, files: Sequence[Path], out: Path) -> int:
+def datasets_map(tokenizer: "PreTrainedTokenizerBase", files: Sequence[Path], out: Path) -> int:
     """datasets.map with the assistant mask of transformers."""
     import datasets
-    from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(path)
     loaded = datasets.load_dataset("json", data_files=[str(file) for file in files], cache_dir=str(out), split="train")
 
     def encode(row: dict) -> dict:
@@ -106,14 +110,13 @@ def datasets_map(path: Path, files: Sequence[Path], out: Path) -> int:
     return sum(len(ids) for ids in mapped["input_ids"])
 
 
-def plain_loop(path: Path, files: Sequence[Path], out: Path) -> int:
+def plain_loop(tokenizer: "PreTrainedTokenizerBase", files: Sequence[Path], out: Path) -> int:
     """Two apply_chat_template calls a row, the mask from their difference."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
-    from transformers import AutoTokenizer
 
-    tokenizer, tokens = AutoTokenizer.from_pretrained(path), 0
+    tokens = 0
     for file in files:
         rows = []
         with file.open(encoding="utf8") as lines:
@@ -128,26 +131,19 @@ def plain_loop(path: Path, files: Sequence[Path], out: Path) -> int:
     return tokens
 
 
-def loading(work: Callable[[Path, Sequence[Path], Path], int], path: Path, out: Path) -> float:
-    """CPU seconds a rival takes for one row: what it needs before it gets going."""
-    row = out / "one.jsonl"
-    row.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, _answer()]}) + "\n", encoding="utf8")
-    work(path, [row], out)  # imports
-    began = cpu()
-    work(path, [row], out)
-    return cpu() - began
+Rival = Callable[["PreTrainedTokenizerBase", Sequence[Path], Path], int]
 
 
-def _answer() -> dict[str, str]:
-    return {"role": "assistant", "reasoning_content": "t", "content": "a"}
+def rival(work: Rival, path: Path, files: Sequence[Path], out: Path) -> float:
+    """Million tokens per CPU-second, imports and loading left out."""
+    from transformers import AutoTokenizer
 
-
-def rival(work: Callable[[Path, Sequence[Path], Path], int], path: Path, files: Sequence[Path], out: Path) -> float:
-    """Million tokens per CPU-second, loading left out."""
-    setup = loading(work, path, out)
-    began = cpu()
-    tokens = work(path, files, out)
-    return tokens / (cpu() - began - setup) / 1e6
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    answer = {"role": "assistant", "reasoning_content": "t", "content": "a"}
+    first = out / "first.jsonl"
+    first.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, answer]}) + "\n", encoding="utf8")
+    work(tokenizer, [first], out)
+    return rate(lambda: work(tokenizer, files, out))
 
 
 def scaling(tokenizer: FileTokenizer, files: Sequence[Path], out: Path) -> float:
@@ -243,8 +239,8 @@ def measure(files: Sequence[Path], path: Path, out: Path) -> dict[str, object]:
         stores = open_stores(settings)
         s3 = through_the_store(FileTokenizer(settings), settings, stores, files)
         small = latency(path, stores, running.url)
-    loop = rival(plain_loop, path, files[:1], out)
-    mapped = rival(datasets_map, path, files[:1], out)
+    loop = rival(plain_loop, path, files[1 : 1 + RIVAL_FILES], out)
+    mapped = rival(datasets_map, path, files[1 : 1 + RIVAL_FILES], out)
     return {
         "ours_mtok_per_cpu_s": ours,
         "plain_loop_mtok_per_cpu_s": loop,
