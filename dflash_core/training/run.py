@@ -21,12 +21,13 @@ from torch import distributed
 from dflash_core.batches.cache import open_rows
 from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config, tokenizer_mask_id
 from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, save_drafter
-from dflash_core.errors import UserError
+from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, FileCoverage, RunPointer, TrainingSet
 from dflash_core.storage.store import Store, open_stores
 from dflash_core.storage.transfers import sha256_file, upload_file
+from dflash_core.tokenization.fingerprint import fingerprint
 from dflash_core.training.checkpoint import METRICS, CheckpointFolder, Progress, require_tensors
 from dflash_core.training.failures import readable_failures
 from dflash_core.training.placement import RankPlacement, join, place
@@ -106,10 +107,11 @@ def train_drafter(
     """
     training_set = load_training_set(recipe, training_set_hash)
     gate = require_gate(training_set, accept_failed_gate)
+    _require_same_tokenization(recipe, training_set)
     placement = place(recipe.training.placement, *join(recipe.training.placement))
     store = open_stores(recipe).derived
-    fingerprint = _from_lead(placement, lambda: target_fingerprint(recipe.target.path))
-    run = run_name(recipe, training_set, fingerprint)
+    target = _from_lead(placement, lambda: target_fingerprint(recipe.target.path))
+    run = run_name(recipe, training_set, target)
     finished = store.find_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
     if finished is not None:
         if placement.lead:
@@ -117,7 +119,7 @@ def train_drafter(
         return finished
     folder = recipe.storage.work_dir / "drafter_checkpoint" / run
     with readable_failures(recipe), _locked(folder, placement):
-        identity = _identity(recipe, training_set, fingerprint, placement)
+        identity = _identity(recipe, training_set, target, placement)
         checkpoints = CheckpointFolder(folder / "checkpoints", identity, recipe.training.keep_checkpoints)
         files = RunFiles(store, run, folder, checkpoints, RemoteCheckpoints(store, run))
         outcome = _train(recipe, training_set, placement, files, on_step, stop or StopRequest())
@@ -129,7 +131,7 @@ def train_drafter(
             "code_version": CODE_VERSION,
             "training_set": training_set.hash,
             "gate": gate,
-            "target_fingerprint": fingerprint,
+            "target_fingerprint": target,
         }
         return _publish(files, made_from, outcome, [shard.partition for shard in training_set.shards])
 
@@ -253,12 +255,12 @@ def _coverage(sums: torch.Tensor, partitions: list[str]) -> tuple[FileCoverage, 
     )
 
 
-def _identity(recipe: Recipe, training_set: TrainingSet, fingerprint: str, placement: RankPlacement) -> dict[str, str]:
+def _identity(recipe: Recipe, training_set: TrainingSet, target: str, placement: RankPlacement) -> dict[str, str]:
     """What a checkpoint was made from, field by field; a resume with any other is refused."""
     return {
         "code_version": CODE_VERSION,
         "training_set": training_set.hash,
-        "target and tokenizer": fingerprint,
+        "target and tokenizer": target,
         "seed": str(recipe.seed),
         "drafter": recipe.drafter.model_dump_json(exclude={"warm_start"}),
         "training": recipe.training.model_dump_json(exclude=NOT_IN_NAME),
@@ -266,6 +268,15 @@ def _identity(recipe: Recipe, training_set: TrainingSet, fingerprint: str, place
         "training.batch_rows": str(recipe.training.batch_rows),
         "training.accumulation": str(recipe.training.accumulation),
     }
+
+
+def _require_same_tokenization(recipe: Recipe, training_set: TrainingSet) -> None:
+    ours = fingerprint(recipe)
+    if training_set.fingerprint != ours:
+        raise IncompatibleError(
+            f"training set {training_set.hash} was tokenized under fingerprint {training_set.fingerprint}, the "
+            f"recipe's tokenizer, template and rules now give {ours}; tokenize and freeze again, or restore them"
+        )
 
 
 def _folder_sha256(folder: Path) -> str:

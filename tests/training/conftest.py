@@ -1,14 +1,18 @@
 """A tiny world to train in: target folder, shards in a real object store, a training set, a recipe."""
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash_core.batches.cache import RowStore, ShardRows, unpack
@@ -16,10 +20,12 @@ from dflash_core.quality.training_set import training_set_hash
 from dflash_core.recipe import Recipe
 from dflash_core.records import StoredObject, TrainingSet, TrainingSetPointer, TrainingSetShard, Verdict
 from dflash_core.storage.store import Store
+from dflash_core.tokenization.fingerprint import fingerprint
 from dflash_core.tokenization.shards import SCHEMA, read_shard
 
 VOCABULARY = 97
 MASK = 96
+TOKENIZATION = {"tokenization": {"min_supervised_tokens": 8}}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +71,10 @@ def row_store(files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]
 
 
 def put_training_set(
-    store: Store, files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]]], passed: bool = True
+    store: Store,
+    files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]]],
+    passed: bool = True,
+    fingerprint_of_set: str | None = None,
 ) -> TrainingSet:
     """Store shards and a training set that names them."""
     shards = []
@@ -88,7 +97,7 @@ def put_training_set(
     frozen = TrainingSet(
         hash="",
         recipe="tiny",
-        fingerprint="f",
+        fingerprint=fingerprint_of_set or tiny_fingerprint(),
         shards=tuple(shards),
         missing=(),
         coverage=1.0,
@@ -105,6 +114,28 @@ def put_training_set(
     store.put_record(f"training_set/{frozen.hash}.json", frozen)
     store.put_record("training_set/latest.json", TrainingSetPointer(hash=frozen.hash))
     return frozen
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One word a token; no text is tokenized here, but the tokenizer's identity counts."""
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")).save(
+        str(folder / "tokenizer.json")
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf8")
+
+
+@cache
+def tiny_fingerprint() -> str:
+    """The tokenization fingerprint of every recipe that `make_recipe` makes."""
+    with TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        storage, source = {"bucket": "b"}, {"bucket": "b"}
+        return fingerprint(
+            Recipe.model_validate(
+                {"name": "tiny", "source": source, "storage": storage, "target": {"path": folder}, **TOKENIZATION}
+            )
+        )
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +156,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -150,6 +182,7 @@ def make_recipe(s3: Store, target_folder: Path, tmp_path: Path) -> Callable[...,
                 "target": {"path": target_folder, "layer_ids": (1, 3), "dtype": "float32"},
                 "drafter": {"block_size": 4, "num_layers": 1, "mask_token_id": MASK, "head_dim": 16},
                 "training": {**settings, **training},
+                **TOKENIZATION,
             }
         )
 

@@ -16,7 +16,7 @@ from tests.training.conftest import put_training_set, random_rows
 
 def test_a_run_learns_is_published_and_is_not_repeated(s3: Store, make_recipe: Callable[..., Recipe]) -> None:
     put_training_set(s3, {"file0": random_rows(0, 20), "file1": random_rows(1, 20)})
-    recipe = make_recipe(epochs=6, held_out_share=0.2)
+    recipe = make_recipe(epochs=6, held_out_share=0.2, learning_rate=1e-2)
     seen: list[StepMetrics] = []
     checkpoint = train_drafter(recipe, None, False, seen.append)
     assert [m.step for m in seen] == list(range(1, checkpoint.steps + 1))

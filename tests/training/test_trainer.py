@@ -149,6 +149,14 @@ def test_ids_beyond_the_target_are_refused(make_recipe: Callable[..., Recipe], s
         trained(make_recipe(max_steps=1), put_training_set(s3, {"file0": rows}))
 
 
+def test_rows_of_another_tokenization_are_refused_with_both_fingerprints(
+    make_recipe: Callable[..., Recipe], s3: Store
+) -> None:
+    other = put_training_set(s3, {"file0": random_rows(0, 8)}, fingerprint_of_set="feedfacefeedface")
+    with pytest.raises(IncompatibleError, match="under fingerprint feedfacefeedface, the recipe's tokenizer"):
+        trained(make_recipe(max_steps=1), other)
+
+
 def test_the_run_is_named_by_what_changes_its_weights(
     make_recipe: Callable[..., Recipe], frozen: TrainingSet, target_folder: Path
 ) -> None:
