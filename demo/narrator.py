@@ -24,7 +24,8 @@ class Narrator:
         self.step += 1
         began = time.monotonic()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as progress:
+        quiet = not self.console.is_terminal
+        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True, disable=quiet) as progress:
             task = progress.add_task(what, total=None)
             outcome = work(lambda done, total: _move(progress, task, done, total))
         number = f"[{self.step:>2}/{self.steps}]"

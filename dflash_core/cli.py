@@ -183,7 +183,7 @@ def _answering(result: Path | None) -> Iterator[Callable[[Record], None]]:
 def _progress(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
     """A bar with ETA on standard error, moved by (done, total)."""
     columns = (SpinnerColumn(), TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("", total=total)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
