@@ -122,12 +122,11 @@ def our_step(case: Case) -> Callable[[], Tensor]:
 
 
 def plain_loss(hidden: Tensor, case: Case) -> Tensor:
-    """Cross-entropy over the logits of all slots at once; [1, N*K, H] -> scalar."""
-    slots = torch.arange(1, K)
+    """Cross-entropy over the whole logits at once, slot 0 masked afterwards; [1, N*K, H] -> scalar."""
+    slots = torch.arange(K)
     labels = case.ids.gather(1, (case.blocks.anchor[..., None] + slots).flatten(1)).flatten()
-    rows = hidden.view(N, K, H)[:, 1:].flatten(0, 1)
-    weight = torch.exp((1 - slots) / WEIGHTS.gamma).repeat(N)
-    ce = F.cross_entropy(rows @ case.head.t(), labels, reduction="none")
+    weight = (torch.exp((1 - slots) / WEIGHTS.gamma) * (slots > 0)).repeat(N)
+    ce = F.cross_entropy(hidden[0] @ case.head.t(), labels, reduction="none")
     return (weight * ce).sum() / weight.sum()
 
 
