@@ -38,7 +38,7 @@ from dflash_core.drafter.objective import SlotTargets, SlotWeights, block_loss, 
 from dflash_core.drafter.visibility import Attention, Blocks, boolean_mask
 
 H, S, N, K, V, V_SMALL = 576, 1024, 128, 16, 248_320, 8_192
-LAYERS, CHUNK_ROWS = 3, 1024
+LAYERS, CHUNK_ROWS = 5, 1024
 WEIGHTS = SlotWeights("decay", 7.0)
 TARGET_LAYERS = 27
 """Of SmolLM2-135M's 30: up to the deepest captured one."""
@@ -83,7 +83,7 @@ def make_case(vocabulary: int) -> Case:
         num_hidden_layers=LAYERS,
         block_size=K,
         mask_token_id=1,
-        target_layer_ids=(1, 14, 26),
+        target_layer_ids=(1, 8, 14, 20, 26),
         num_target_layers=30,
         layer_types=("full_attention",) * LAYERS,
     )
@@ -92,7 +92,7 @@ def make_case(vocabulary: int) -> Case:
     anchors = torch.randperm(S - K)[:N][None]
     blocks = Blocks(anchors, torch.zeros_like(anchors), torch.full_like(anchors, S), torch.ones(1, N, dtype=torch.bool))
     head = torch.randn(vocabulary, H) * 0.02
-    return Case(drafter, head, torch.randn(1, S, 3 * H), torch.randint(vocabulary, (1, S)), blocks)
+    return Case(drafter, head, torch.randn(1, S, 5 * H), torch.randint(vocabulary, (1, S)), blocks)
 
 
 def hidden_states(case: Case, blocks: Blocks) -> Tensor:

@@ -87,7 +87,7 @@ class TrainingSet(Record):
     shards: tuple[TrainingSetShard, ...]
     """Sorted by partition."""
     missing: tuple[str, ...]
-    """Partitions of the source that have no valid shard."""
+    """Partitions of the source that have no valid shard, or one without a row."""
     coverage: float
     rows_read: int
     rows_kept: int

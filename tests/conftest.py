@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from dflash_core.recipe import Storage
 from dflash_core.storage.embedded import Endpoint, embedded_store, ensure_bucket
@@ -13,6 +14,9 @@ from dflash_core.storage.store import Store, make_client
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A machine shared with other jobs is slow now and then: a test's time limit is pytest's, not a deadline an example.
+settings.register_profile("dflash", deadline=None)
+settings.load_profile("dflash")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

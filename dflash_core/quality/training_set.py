@@ -172,6 +172,8 @@ def _assemble(
     """The set without its name and the place of its statistics."""
     expected = len(valid) + len(missing)
     manifests = [one.manifest for one in valid]
+    filled = [manifest for manifest in manifests if manifest.rows_kept]
+    hollow = [manifest.source.partition for manifest in manifests if not manifest.rows_kept]
     reasons: Counter[str] = Counter()
     for manifest in manifests:
         reasons.update(manifest.reject_reasons)
@@ -197,10 +199,10 @@ def _assemble(
                 tokens=manifest.tokens,
                 supervised_tokens=manifest.supervised_tokens,
             )
-            for manifest in manifests
+            for manifest in filled
         ),
-        missing=tuple(missing),
-        coverage=len(valid) / expected,
+        missing=tuple(sorted([*missing, *hollow])),
+        coverage=len(filled) / expected,
         rows_read=sum(manifest.rows_read for manifest in manifests),
         rows_kept=sum(manifest.rows_kept for manifest in manifests),
         rows_rejected=sum(manifest.rows_rejected for manifest in manifests),

@@ -15,7 +15,6 @@ import numpy as np
 from dflash_core import CODE_VERSION
 from dflash_core.completions.reading import CompletionFile
 from dflash_core.completions.record import Completion, Refused
-from dflash_core.errors import UnreadableFile
 from dflash_core.quality.hashes import hash_rows
 from dflash_core.quality.statistics import FileStatistics, RenderedRows, file_statistics
 from dflash_core.recipe import Recipe
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_BATCH = 512
 CHARS_PER_BATCH = 4 << 20
-TOP_REASONS = 3
 
 
 class AuditFailed(Exception):
@@ -65,7 +63,7 @@ class FileTokenizer:
         """Everything that one file's bytes become.
 
         Raises:
-            UnreadableFile: the file is broken as a whole, or not one row survives.
+            UnreadableFile: the file is broken as a whole.
         """
         try:
             return self._tokenize(body, source, sha256)
@@ -99,8 +97,6 @@ class FileTokenizer:
         ]
         reasons = Counter(reject.reason for reject in [*rejects, *dropped])
         statistics = file_statistics(source.partition, rendered_rows(batches), rejects, reading.lines_read)
-        if not statistics.rows_kept:
-            raise UnreadableFile(_nothing_kept(source, statistics.rows_read, reasons))
         lost = sorted([*rejects, *dropped], key=lambda reject: reject.line)
         return TokenizedFile(
             shard=write_shard(batches, self._metadata(source, sha256, statistics)),
@@ -201,10 +197,3 @@ def _equal(a: Row | Refused, b: Row | Refused) -> bool:
 
 def _nobody() -> None:
     """Nobody listens."""
-
-
-def _nothing_kept(source: SourceFile, rows_read: int, reasons: Counter[str]) -> str:
-    if not rows_read:
-        return f"{source.uri} is empty; remove it or write completions into it"
-    top = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(TOP_REASONS))
-    return f"{source.uri}: none of {rows_read} rows survives: {top}; correct the file or the recipe"

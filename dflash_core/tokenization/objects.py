@@ -5,6 +5,7 @@ overwrites with the same bytes.
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from dflash_core.quality.statistics import FileStatistics
 from dflash_core.records import ShardManifest, SourceFile
 from dflash_core.storage.store import Download, Stores
 
+TOP_REASONS = 3
 MAX_LISTINGS = 8
 """Files asked for one by one; for more the whole folder is listed."""
 
@@ -91,6 +93,8 @@ def find_done(stores: Stores, names: Names, source: SourceFile, there: Mapping[s
     manifest = stores.derived.find_record(names.manifest, ShardManifest)
     if manifest is None or manifest.source != source or manifest.fingerprint != names.fingerprint:
         return None
+    if not manifest.rows_kept:
+        return None  # it failed then and is to fail again, with its reasons
     if any(there.get(stored.key) != stored.size for stored in (manifest.shard, manifest.rejects)):
         return None
     try:
@@ -118,7 +122,11 @@ def read_source(stores: Stores, source: SourceFile) -> Download:
 def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, done: TokenizedFile) -> ShardManifest:
     """Write the objects, the manifest last.
 
+    Also those of a file of which no row survives: its statistics count in the gate, so that a wholly bad file cannot
+    pass where a mostly bad one fails.
+
     Raises:
+        UnreadableFile: no row survives; the sentence holds the top reasons.
         StorageError: the store refuses.
     """
     derived, statistics = stores.derived, done.statistics
@@ -141,4 +149,13 @@ def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, do
         supervised_tokens=statistics.supervised_tokens,
     )
     derived.put_record(names.manifest, manifest)
+    if not statistics.rows_kept:
+        raise UnreadableFile(_nothing_kept(source, statistics.rows_read, Counter(done.reject_reasons)))
     return manifest
+
+
+def _nothing_kept(source: SourceFile, rows_read: int, reasons: Counter[str]) -> str:
+    if not rows_read:
+        return f"{source.uri} is empty; remove it or write completions into it"
+    top = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(TOP_REASONS))
+    return f"{source.uri}: none of {rows_read} rows survives: {top}; correct the file or the recipe"

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from dflash_core.errors import RecipeError, StorageError
+from dflash_core.quality.training_set import freeze_training_set
 from dflash_core.records import ShardManifest
 from dflash_core.storage.store import Store, Stores, list_sources, open_stores
 from dflash_core.tokenization import pool
@@ -119,6 +120,20 @@ def test_bad_files_fail_alone_and_a_rerun_does_only_them(make_recipe, stores, bu
     again = by_partition(process_files(recipe, list_sources(stores.source)))
     assert {p for p, o in again.items() if isinstance(o, FileDone) and not o.skipped} == {"bad", "f0"}
     assert {p for p, o in again.items() if isinstance(o, FileFailed)} == {"cut.jsonl.gz", "zero"}
+
+
+def test_a_wholly_bad_file_counts_in_the_gate(make_recipe, stores, bucket) -> None:
+    """As a mostly bad one does: dropping every row of a file must not hide the file."""
+    recipe = make_recipe(bucket=bucket, min_supervised_tokens=16)
+    bad = [{"id": str(i), "prompt": "q", "completion": "OK."} for i in range(30)]
+    stores.source.put("bad.jsonl", "".join(json.dumps(row) + "\n" for row in bad).encode())
+    done = by_partition(process_files(recipe, list_sources(stores.source)))
+    assert isinstance(done["bad"], FileFailed)
+    frozen = freeze_training_set(recipe, fingerprint(recipe))
+    assert "bad" in frozen.missing
+    assert "bad" not in {shard.partition for shard in frozen.shards}
+    assert any("at most 16 supervised tokens" in reason and "bad" in reason for reason in frozen.verdict.reasons)
+    assert isinstance(by_partition(process_files(recipe, list_sources(stores.source)))["bad"], FileFailed)
 
 
 def test_a_file_beyond_the_cap_is_refused_before_it_is_read(make_recipe, stores, bucket) -> None:
