@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,18 @@ def test_bad_input_is_one_sentence(recipe: Path, source: Store, wrong: str, righ
     assert sentence in refused.stderr
     assert "Traceback" not in refused.stderr
     assert refused.stderr.strip().count("\n") == 0
+
+
+def test_a_target_without_a_chat_template_is_named(recipe: Path, source: Store, tmp_path: Path) -> None:
+    source.put("a.jsonl", completions(3))
+    bare = tmp_path / "bare"
+    shutil.copytree(REPOSITORY / "demo/target", bare, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    recipe.write_text(recipe.read_text().replace(f"{REPOSITORY}/demo/target", str(bare)))
+    refused = dflash("tokenize", "--recipe", str(recipe))
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "chat template" in refused.stderr
+    assert str(bare) in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_wrong_credentials(recipe: Path, source: Store) -> None:
