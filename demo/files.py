@@ -1,11 +1,13 @@
 """The demo's completions: eight files that the demo target answered itself, one of them bad, one with a broken line."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from demo.word_problems import word_problems
+from dflash_core.storage.transfers import sha256_file
 
 FILES = 8
 ROWS = 250
@@ -18,10 +20,12 @@ MAX_NEW_TOKENS = 256
 
 
 def completion_files(target: Path, folder: Path, on_progress: Callable[[int, int], None]) -> dict[str, Path]:
-    """Sample every file's completions from the target into `folder`, once; name -> path.
+    """Sample every file's completions from the target, once for this target and these problems; name -> path.
 
-    One line of `part-05` is cut in the middle, as a killed writer leaves it.
+    They lie in a folder of `folder` that is named after both. One line of `part-05` is cut in the middle, as a killed
+    writer leaves it.
     """
+    folder = folder / _origin(target)
     names = [f"part-{index:02d}" for index in range(FILES)]
     paths = {name: folder / f"{name}.jsonl" for name in names}
     if all(path.exists() for path in paths.values()):
@@ -40,6 +44,12 @@ def completion_files(target: Path, folder: Path, on_progress: Callable[[int, int
         aside.write_text("\n".join(lines) + "\n", encoding="utf8")
         aside.rename(paths[name])
     return paths
+
+
+def _origin(target: Path) -> str:
+    """A hash of all that the completions come from: the target's files and the code beside this one."""
+    made_from = [*sorted(target.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(sha256_file(path).encode() for path in made_from)).hexdigest()[:12]
 
 
 def spoil(good: bytes) -> bytes:

@@ -73,7 +73,9 @@ def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
         except BlockingIOError:
             raise UserError(f"Dagster already runs in {Path.cwd()}; stop it first") from None
         ui = Dagster(f"http://127.0.0.1:{_free(port)}")
-        command = [sys.executable, "-m", "dagster", "dev", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]]
+        # -W: `dagster dev` warns that `dg dev` supersedes it, which needs a project of another form.
+        dagster = [sys.executable, "-W", "ignore:Function", "-m", "dagster"]
+        command = [*dagster, "dev", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]]
         environment = {"DAGSTER_HOME": str(Path.cwd()), "DFLASH_RECIPE": str(recipe.resolve())}
         with supervised(command, "INT", STOP_TIMEOUT_S, log, environment) as process:
             deadline = time.monotonic() + START_TIMEOUT_S

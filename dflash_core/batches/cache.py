@@ -5,7 +5,6 @@ token of local disk against decompressing a whole shard for one row. Every file'
 opened (it reads the pages that training is about to read anyway); a damaged or foreign folder is made anew.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,11 +22,11 @@ import pyarrow as pa
 from dflash_core.errors import ObjectCorrupt, StorageError
 from dflash_core.records import TrainingSet, TrainingSetShard
 from dflash_core.storage.store import Store
+from dflash_core.storage.transfers import sha256_file
 from dflash_core.tokenization.shards import read_shard
 
 FORMAT = 1
 ARRAYS = ("ids", "offsets", "spans", "span_offsets", "row_ids")
-HASH_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def _write(folder: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
     try:
         for name in ARRAYS:
             np.save(aside / f"{name}.npy", arrays[name])
-        index = {"format": FORMAT, "sha256": {name: _sha256(aside / f"{name}.npy") for name in ARRAYS}}
+        index = {"format": FORMAT, "sha256": {name: sha256_file(aside / f"{name}.npy") for name in ARRAYS}}
         (aside / "index.json").write_text(json.dumps(index), encoding="utf8")
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(aside, folder)
@@ -168,14 +167,8 @@ def _write(folder: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
 def _is_whole(folder: Path) -> bool:
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf8"))
-        return bool(index == {"format": FORMAT, "sha256": {name: _sha256(folder / f"{name}.npy") for name in ARRAYS}})
+        return bool(
+            index == {"format": FORMAT, "sha256": {name: sha256_file(folder / f"{name}.npy") for name in ARRAYS}}
+        )
     except (OSError, ValueError):
         return False
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
