@@ -103,7 +103,7 @@ class Story:
             gate = FirstGate(training_set=frozen.hash, spoiled_sha256=self._spoiled_sha256())
             (FOLDER / "first_gate.json").write_text(gate.model_dump_json())
         self.gates.append(frozen)
-        named = [reason for reason in frozen.verdict.reasons if BAD_FILE in reason and "spike" in reason]
+        named = [one for one in frozen.verdict.reasons if one.startswith(f"{BAD_FILE}:") and "spike" in one]
         if frozen.verdict.passed or not named:
             raise UserError(f"the gate should refuse {BAD_FILE} for its spike, but said: {frozen.verdict}")
         return f"{'FAILS' if earlier is None else 'failed in an earlier run'}: {named[0]}"
