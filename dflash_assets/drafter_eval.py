@@ -46,17 +46,17 @@ def drafter_eval(context: dg.AssetExecutionContext, recipe: RecipeResource, conf
         metadata={
             **file_uri(open_stores(settings).derived.uri(f"drafter_eval/{report.run}/report.json")),
             "run": report.run,
-            "acceptance length": report.acceptance_length,
-            "acceptance length, n-gram": report.acceptance_length_ngram,
-            "acceptance length, no features": report.acceptance_length_no_features,
+            "acceptance length": round(report.acceptance_length, 3),
+            "acceptance length, n-gram": round(report.acceptance_length_ngram, 3),
+            "acceptance length, no features": round(report.acceptance_length_no_features, 3),
             "conditional acceptance by slot": dg.MetadataValue.json(
                 [round(share, 4) for share in report.conditional_acceptance]
             ),
             "lossless": report.lossless,
             "prompts": report.prompts,
             "tokens": report.tokens,
-            "tokens per second": report.tokens_per_s,
-            "tokens per second, no drafter": report.tokens_per_s_without,
+            "tokens per second": round(report.tokens_per_s, 1),
+            "tokens per second, no drafter": round(report.tokens_per_s_without, 1),
         },
         check_results=[
             dg.AssetCheckResult(check_name="lossless", passed=report.lossless or report.temperature > 0),

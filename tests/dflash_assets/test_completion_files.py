@@ -69,6 +69,10 @@ def test_a_bad_line_rejects_that_line(
     metadata = last_metadata(instance, "tokenized_shards", "a")
     assert (metadata["rows read"], metadata["dagster/row_count"], metadata["rows rejected"]) == (7, 6, 1)
     assert sum(metadata["reject reasons"].values()) == 1  # type: ignore[attr-defined]
+    statistics = last_metadata(instance, "loss_mask_stats", "a")
+    assert statistics["rows rendered"] == 6
+    assert statistics["median supervised tokens"] > 16  # type: ignore[operator]
+    assert statistics["near-empty share"] == 0.0
 
 
 def test_what_is_valid_is_not_done_again_and_says_so(

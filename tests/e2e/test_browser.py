@@ -78,6 +78,7 @@ def screenshots(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_the_lineage_shows_every_asset_in_flow_order(ui: Dagster, page: Page, screenshots: Path) -> None:
+    page.set_viewport_size({"width": 1500, "height": 920})
     page.goto(f"{ui.url}/asset-groups")
     places = []
     for asset in FLOW:
@@ -86,7 +87,8 @@ def test_the_lineage_shows_every_asset_in_flow_order(ui: Dagster, page: Page, sc
         box = node.bounding_box()
         assert box is not None
         places.append(box["x"])
-    page.screenshot(path=screenshots / "lineage.png")
+    page.wait_for_timeout(5_000)  # the colours come with the second answer
+    page.screenshot(path=screenshots / "lineage.png", clip={"x": 0, "y": 0, "width": 1500, "height": 680})
     assert places == sorted(places), dict(zip(FLOW, places, strict=True))
 
 
