@@ -32,10 +32,10 @@ dev: $(READY)  ## the Dagster UI on 127.0.0.1 with the embedded store (DFLASH_RE
 	$(BIN)/dflash dev
 
 test: $(READY)  ## the fast tests, at most 12 minutes on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services" --material $(MATERIAL)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services" --material=$(MATERIAL)
 
 test-services: $(READY) browser  ## the running UI in a real browser, the demo from start to end
-	$(BIN)/python -m pytest -m services --material $(MATERIAL)
+	$(BIN)/python -m pytest -m services --material=$(MATERIAL)
 
 browser:  ## Chromium for the browser tests (Debian's)
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; }

@@ -21,7 +21,10 @@ settings.load_profile("dflash")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--material", type=Path, default=REPOSITORY.parent / "shared", help="the folder with sample data and tokenizers"
+        "--material",
+        type=Path,
+        default=REPOSITORY.parent / "shared",
+        help="the folder with sample data and tokenizers (with =)",
     )
     parser.addoption("--screenshots", type=Path, default=None, help="keep the browser tests' pictures in this folder")
 
