@@ -1,9 +1,13 @@
 """The demo's report and what it must show."""
 
+from demo.files import FILES
 from dflash_core.records import Record
 
 REQUIRED_ACCEPTANCE = 4.0
 REQUIRED_RATIO = 1.5
+REQUIRED_PROMPTS = 32
+MOST_WALL_S = 8 * 60
+MOST_TRAIN_S = 3 * 60
 
 
 class DemoReport(Record):
@@ -31,10 +35,15 @@ class DemoReport(Record):
         promises = {
             f"the first gate said {self.gate_first}, not fail": self.gate_first == "fail",
             f"the second gate said {self.gate_second}, not pass": self.gate_second == "pass",
-            f"{self.partitions_failed} partitions failed": self.partitions_failed == 0,
+            f"{self.partitions_ok} partitions are materialized, {self.partitions_failed} failed": self.partitions_ok
+            == FILES
+            and self.partitions_failed == 0,
             f"{self.rows_in} rows in, {self.rows_kept} kept and {self.rows_rejected} rejected": self.rows_in
             == self.rows_kept + self.rows_rejected,
             "the drafter changed the target's output": self.lossless,
+            f"only {self.prompts} prompts": self.prompts >= REQUIRED_PROMPTS,
+            f"{self.wall_s:.0f} s in all, more than {MOST_WALL_S}": self.wall_s <= MOST_WALL_S,
+            f"{self.train_s:.0f} s of training, more than {MOST_TRAIN_S}": self.train_s <= MOST_TRAIN_S,
             f"acceptance length {self.acceptance_length:.2f} is below {REQUIRED_ACCEPTANCE}": self.acceptance_length
             >= REQUIRED_ACCEPTANCE,
             f"acceptance length {self.acceptance_length:.2f} is below {REQUIRED_RATIO} x {baseline:.2f}, the best of "

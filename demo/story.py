@@ -29,6 +29,7 @@ from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import DrafterCheckpoint, DrafterEval, Record, RunPointer, TrainingSet
 from dflash_core.storage.embedded import store_of
 from dflash_core.storage.store import Stores, open_stores
+from dflash_core.tokenization.fingerprint import fingerprint
 
 RECIPE = Path("recipes/demo.toml")
 FOLDER = Path(".dflash/demo")
@@ -41,6 +42,8 @@ class FirstGate(Record):
 
     training_set: str
     spoiled_sha256: str
+    fingerprint: str
+    thresholds: str
 
 
 @dataclass
@@ -57,12 +60,12 @@ class Story:
     @property
     def first_gate(self) -> FirstGate | None:
         """The refusal of an earlier run of this demo, if its training set is still in the store."""
-        path = FOLDER / "first_gate.json"
-        if not path.exists():
+        try:
+            gate = FirstGate.model_validate_json((FOLDER / "first_gate.json").read_bytes())
+        except (OSError, ValueError):
             return None
-        gate = FirstGate.model_validate_json(path.read_bytes())
         still_there = self.stores.derived.find_record(f"training_set/{gate.training_set}.json", TrainingSet)
-        return gate if still_there is not None and gate.spoiled_sha256 == self._spoiled_sha256() else None
+        return gate if still_there is not None and gate == self._remember(gate.training_set) else None
 
     def sample(self, move: Move) -> str:
         """Completions of the target's own."""
@@ -95,17 +98,12 @@ class Story:
     def refuse(self, move: Move) -> str:
         """The gate fails and names the bad file; in a later run: what it said then."""
         earlier = self.first_gate
-        if earlier is not None:
-            frozen = load_training_set(self.recipe, earlier.training_set)
-        else:
-            frozen = self._freeze()
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            gate = FirstGate(training_set=frozen.hash, spoiled_sha256=self._spoiled_sha256())
-            (FOLDER / "first_gate.json").write_text(gate.model_dump_json())
+        frozen = self._freeze() if earlier is None else load_training_set(self.recipe, earlier.training_set)
         self.gates.append(frozen)
         named = [one for one in frozen.verdict.reasons if one.startswith(f"{BAD_FILE}:") and "spike" in one]
         if frozen.verdict.passed or not named:
             raise UserError(f"the gate should refuse {BAD_FILE} for its spike, but said: {frozen.verdict}")
+        (FOLDER / "first_gate.json").write_text(self._remember(frozen.hash).model_dump_json())
         return f"{'FAILS' if earlier is None else 'failed in an earlier run'}: {named[0]}"
 
     def repair(self, move: Move) -> str:
@@ -196,8 +194,14 @@ class Story:
         self.stores.source.put(f"{name}.jsonl", body, "application/jsonl")
         return 1
 
-    def _spoiled_sha256(self) -> str:
-        return hashlib.sha256(spoil(self.files[BAD_FILE].read_bytes())).hexdigest()
+    def _remember(self, training_set: str) -> FirstGate:
+        """What that training set was refused for, as things stand now."""
+        return FirstGate(
+            training_set=training_set,
+            spoiled_sha256=hashlib.sha256(spoil(self.files[BAD_FILE].read_bytes())).hexdigest(),
+            fingerprint=fingerprint(self.recipe),
+            thresholds=self.recipe.gate.model_dump_json(),
+        )
 
     def _count(self, move: Move) -> None:
         every, materialized, failed = self.ui.partitions(FILE_ASSETS[-1])
@@ -272,9 +276,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return tell(keep_ui=sys.stdin.isatty() and not arguments.no_ui)
+    except KeyboardInterrupt:
+        return 130
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error}; check disk space and permissions of {FOLDER.absolute()}", file=sys.stderr)
+        return UserError.exit_code
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import dagster as dg
 from dflash_assets.metadata import GROUP, file_uri, picture
 from dflash_assets.partitions import completion_files, sources_of
 from dflash_assets.resources import RecipeResource
-from dflash_core import CODE_VERSION
+from dflash_core import TOKENIZATION_VERSION
 from dflash_core.errors import UserError
 from dflash_core.quality.histogram import at_most, quantiles
 from dflash_core.quality.plots import file_plot
@@ -32,7 +32,7 @@ raw_completions = dg.AssetSpec(
     group_name=GROUP,
     kinds={"s3"},
     owners=OWNERS,
-    code_version=CODE_VERSION,
+    code_version=TOKENIZATION_VERSION,
     skippable=True,
 )
 tokenized_shards = dg.AssetSpec(
@@ -42,7 +42,7 @@ tokenized_shards = dg.AssetSpec(
     group_name=GROUP,
     kinds={"arrow", "s3"},
     owners=OWNERS,
-    code_version=CODE_VERSION,
+    code_version=TOKENIZATION_VERSION,
     skippable=True,
 )
 loss_mask_stats = dg.AssetSpec(
@@ -52,7 +52,7 @@ loss_mask_stats = dg.AssetSpec(
     group_name=GROUP,
     kinds={"s3", "polars"},
     owners=OWNERS,
-    code_version=CODE_VERSION,
+    code_version=TOKENIZATION_VERSION,
     skippable=True,
 )
 
@@ -75,29 +75,37 @@ def completion_file_assets(
 ) -> Iterator[dg.AssetMaterialization | dg.AssetCheckResult]:
     """Tokenize the files of this run's partitions, all cores, and report each as soon as it is done."""
     settings = recipe.load()
-    try:
-        sources, gone = sources_of(settings, context.partition_keys)
-        derived = open_stores(settings).derived
-    except UserError as error:
-        raise dg.Failure(str(error), allow_retries=False) from None
-    failed = dict.fromkeys(gone, "the source file is gone")
+    failed: dict[str, str] = {}
     manifests: list[ShardManifest] = []
-    for outcome in process_files(settings, sources):
-        if isinstance(outcome, FileDone):
-            manifests.append(outcome.manifest)
-            yield from _materializations(context, settings, derived, outcome)
-        else:
-            failed[outcome.source.partition] = outcome.reason
-            context.log.error(f"{outcome.source.uri}: {outcome.reason}")
+    stopped = ""
+    try:
+        derived = open_stores(settings).derived
+        sources, gone = sources_of(settings, context.partition_keys)
+        failed |= dict.fromkeys(gone, "the source file is gone")
+        for outcome in process_files(settings, sources):
+            if isinstance(outcome, FileDone):
+                manifests.append(outcome.manifest)
+                yield from _materializations(context, settings, derived, outcome)
+            else:
+                failed[outcome.source.partition] = outcome.reason
+                context.log.error(f"{outcome.source.uri}: {outcome.reason}")
+    except UserError as error:
+        stopped = str(error)
     if rows_conserved.key in context.selected_asset_check_keys:
         yield _conservation(manifests)
-    if failed:
-        raise dg.Failure(
-            f"{len(failed)} of {len(context.partition_keys)} files failed: "
-            + "; ".join(f"{partition}: {reason}" for partition, reason in sorted(failed.items())),
-            metadata={"failed files": _failure_table(failed)},
-            allow_retries=False,
-        )
+    if failed or stopped:
+        raise _failure(failed, stopped, len(context.partition_keys))
+
+
+def _failure(failed: dict[str, str], stopped: str, files: int) -> dg.Failure:
+    """Every failed file with its reason, and what stopped the run as a whole, if anything did."""
+    sentences = [f"{partition}: {reason}" for partition, reason in sorted(failed.items())]
+    counted = [f"{len(failed)} of {files} files failed: {'; '.join(sentences)}"] if failed else []
+    return dg.Failure(
+        "; ".join([*([stopped] if stopped else []), *counted]),
+        metadata={"failed files": _failure_table(failed)} if failed else {},
+        allow_retries=False,
+    )
 
 
 def _materializations(
@@ -149,7 +157,7 @@ def _materializations(
                 asset_key=key,
                 partition=done.source.partition,
                 metadata={**metadata, "skipped, still valid": done.skipped, "seconds": round(done.seconds, 3)},
-                tags={"dagster/data_version": version, "dagster/code_version": CODE_VERSION},
+                tags={"dagster/data_version": version, "dagster/code_version": TOKENIZATION_VERSION},
             )
 
 

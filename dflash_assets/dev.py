@@ -77,7 +77,7 @@ def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
         dagster = [sys.executable, "-W", "ignore:Function", "-m", "dagster"]
         command = [*dagster, "dev", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]]
         environment = {"DAGSTER_HOME": str(Path.cwd()), "DFLASH_RECIPE": str(recipe.resolve())}
-        with supervised(command, "INT", STOP_TIMEOUT_S, log, environment) as process:
+        with supervised(command, "INT", STOP_TIMEOUT_S, log, environment, lock) as process:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not ui.answers():
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -14,7 +14,7 @@ from dflash_assets.partitions import completion_files
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
-from dflash_core import CODE_VERSION
+from dflash_core import TRAINING_VERSION
 from dflash_core.records import DrafterCheckpoint
 from dflash_core.storage.store import open_stores
 
@@ -48,7 +48,7 @@ drafter_coverage = dg.AssetSpec(
     kinds={"pytorch", "safetensors", "gpu"},
     tags={"gpu": ""},
     owners=["team:training"],
-    code_version=CODE_VERSION,
+    code_version=TRAINING_VERSION,
     pool="gpu",
     op_tags=GPU_TAGS,
     output_required=False,

@@ -6,7 +6,6 @@ from dflash_assets.drafter_checkpoint import GPU_TAGS, drafter_checkpoint
 from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
-from dflash_core import CODE_VERSION
 from dflash_core.records import DrafterEval
 from dflash_core.storage.store import open_stores
 
@@ -28,7 +27,6 @@ class RunConfig(dg.Config):
     kinds={"pytorch", "gpu"},
     tags={"gpu": ""},
     owners=["team:training"],
-    code_version=CODE_VERSION,
     pool="gpu",
     op_tags=GPU_TAGS,
     check_specs=[

@@ -7,7 +7,6 @@ from dflash_assets.drafter_eval import RunConfig, drafter_eval
 from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
-from dflash_core import CODE_VERSION
 from dflash_core.records import DrafterExport
 from dflash_core.storage.store import open_stores
 
@@ -18,7 +17,6 @@ from dflash_core.storage.store import open_stores
     group_name=GROUP,
     kinds={"safetensors", "s3"},
     owners=["team:training"],
-    code_version=CODE_VERSION,
 )
 def drafter_export(
     context: dg.AssetExecutionContext, recipe: RecipeResource, config: RunConfig

@@ -12,6 +12,7 @@ from dflash_core.errors import UserError
 
 LOCATION = "dflash"
 POLL_S = 0.5
+ENDED = ("COMPLETED", "COMPLETED_SUCCESS", "COMPLETED_FAILED", "FAILED", "CANCELED")
 TIMEOUT_S = 30.0
 
 LOADED = """query { workspaceOrError { __typename ... on Workspace { locationEntries {
@@ -148,10 +149,11 @@ class Dagster:
         while time.monotonic() < deadline:
             answer = self.ask(BACKFILL, id=backfill)["partitionBackfillOrError"]
             on_poll()
-            if answer["status"].startswith("COMPLETED") or answer["status"] in ("FAILED", "CANCELED"):
-                if not answer["runs"]:
-                    raise UserError(f"backfill {backfill} ended as {answer['status']} without a run: {answer['error']}")
-                return [self.wait_for_run(run["runId"], TIMEOUT_S) for run in answer["runs"]]
+            if answer["status"] in ENDED:
+                runs = [self.wait_for_run(run["runId"], TIMEOUT_S) for run in answer["runs"]]
+                if answer["status"] != "COMPLETED_SUCCESS" and all(run.succeeded for run in runs):
+                    raise UserError(f"backfill {backfill} ended as {answer['status']}: {answer['error']}")
+                return runs
             time.sleep(POLL_S)
         raise UserError(
             f"backfill {backfill} did not end within {timeout_s:.0f} s; look at {self.url}/overview/backfills"
@@ -188,6 +190,9 @@ class Dagster:
         if "errors" in answer:
             raise UserError(f"Dagster at {self.url}: {answer['errors'][0]['message']}")
         data: dict[str, Any] = answer["data"]
+        for part in data.values():
+            if isinstance(part, dict) and part.get("__typename", "").endswith(("NotFoundError", "PythonError")):
+                raise UserError(f"Dagster at {self.url}: {part.get('message', part['__typename'])}")
         return data
 
     def _why(self, run: str) -> str:

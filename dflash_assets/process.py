@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -65,13 +66,15 @@ def _forward(output: IO[str]) -> deque[str]:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=STOP_TIMEOUT_S)  # reads on, or a talkative process would block on its pipe
+    finally:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def _refusal(answer: Path) -> str | None:

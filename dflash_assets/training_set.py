@@ -9,7 +9,6 @@ import dagster as dg
 from dflash_assets.completion_files import loss_mask_stats, tokenized_shards
 from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.resources import RecipeResource
-from dflash_core import CODE_VERSION
 from dflash_core.errors import UserError
 from dflash_core.quality.training_set import freeze_training_set
 from dflash_core.records import TrainingSet
@@ -31,7 +30,6 @@ class TrainingSetConfig(dg.Config):
     group_name=GROUP,
     kinds={"s3"},
     owners=["team:data"],
-    code_version=CODE_VERSION,
     check_specs=[
         dg.AssetCheckSpec("gate", asset="training_set", description="The recipe's thresholds hold."),
         dg.AssetCheckSpec("coverage", asset="training_set", description="Every source file is in it."),

@@ -22,7 +22,7 @@ from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import CommandFailure, Record, SourceFile
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 RecipeOption = Annotated[Path, typer.Option("--recipe", envvar="DFLASH_RECIPE", help="the recipe, a TOML file")]
 RunOption = Annotated[str | None, typer.Option("--run", help="a training run; default: the latest")]
@@ -45,7 +45,7 @@ def verify(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT
             advance(done, len(sources))
             if isinstance(outcome, FileFailed):
                 failed += 1
-                errors.print(f"[red]failed[/] {outcome.source.uri}: {outcome.reason}")
+                errors.print(f"failed: {outcome.source.uri}: {outcome.reason}", style="red")
             else:
                 rows += outcome.rows_read
                 rejected += len(outcome.rejects)
@@ -72,7 +72,7 @@ def tokenize(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAU
                 good.append(outcome)
             else:
                 failed += 1
-                errors.print(f"[red]failed[/] {outcome.source.uri}: {outcome.reason}")
+                errors.print(f"failed: {outcome.source.uri}: {outcome.reason}", style="red")
     manifests = [outcome.manifest for outcome in good]
     print(
         f"{len(good)} of {len(sources)} files, {sum(o.skipped for o in good)} of them still valid: "
@@ -91,7 +91,7 @@ def freeze(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT
     settings = open_recipe(recipe)
     frozen = freeze_training_set(settings, fingerprint(settings), partitions or None)
     for reason in frozen.verdict.reasons:
-        errors.print(f"gate: {reason}", markup=False)
+        errors.print(f"gate: {reason}")
     verdict = "pass" if frozen.verdict.passed else "fail"
     print(
         f"training set {frozen.hash}: {len(frozen.shards)} files, coverage {frozen.coverage:.3f}, "
@@ -167,11 +167,14 @@ def export(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, result:
 @contextmanager
 def _answering(result: Path | None) -> Iterator[Callable[[Record], None]]:
     """Gives a function that writes the result for a caller that is a program; a refusal is written, too."""
+    from dflash_core.training.agent import die_with_parent
 
     def answer(record: Record) -> None:
         if result is not None:
             result.write_text(record.model_dump_json())
 
+    if result is not None:
+        die_with_parent()  # a killed run must not leave its evaluation on the GPU
     try:
         yield answer
     except UserError as error:
@@ -216,7 +219,7 @@ def main() -> None:
         with at_exit:
             app()
     except UserError as error:
-        errors.print(f"[red]error:[/] {error}")
+        errors.print(f"error: {error}", style="red")
         sys.exit(error.exit_code)
 
 

@@ -4,7 +4,6 @@ Unknown keys are refused, paths are resolved against the working directory, and 
 its docstring. Nothing below this module reads the environment (boto3 itself reads the standard AWS variables).
 """
 
-import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,6 +50,12 @@ class Storage(Section):
     read_timeout_s: float = Field(60.0, gt=0)
     request_checksums: bool = True
     """Off for object stores that refuse the x-amz-checksum headers of recent SDKs."""
+
+    @model_validator(mode="after")
+    def _one_store(self) -> "Storage":
+        if self.embedded_store is not None and self.endpoint_url is not None:
+            raise ValueError("give embedded_store or endpoint_url, not both")
+        return self
 
 
 class Target(Section):
@@ -266,11 +271,6 @@ def load_recipe(path: Path) -> Recipe:
             f"{'.'.join(str(p) for p in e['loc']) or 'recipe'}: {_explain(e['type'], e['msg'])}" for e in error.errors()
         )
         raise RecipeError(f"recipe {path}: {problems}") from None
-
-
-def recipe_from_environment() -> Recipe:
-    """The recipe that DFLASH_RECIPE names (default: recipes/demo.toml)."""
-    return load_recipe(Path(os.environ.get("DFLASH_RECIPE", "recipes/demo.toml")))
 
 
 def _explain(kind: str, message: str) -> str:

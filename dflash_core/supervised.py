@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 WATCHER = (
     'exec 3<&0; { read -r _ <&3; kill -s "$1" $$; sleep "$2"; kill -9 -$$; } >/dev/null 2>&1 & '
@@ -24,6 +25,7 @@ def supervised(
     grace_s: float,
     log: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    holds: IO[str] | None = None,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a server while the context lasts, in a session of its own.
 
@@ -33,6 +35,7 @@ def supervised(
         grace_s: seconds until its whole process group is killed.
         log: where its output goes; None: to ours.
         environment: added to ours.
+        holds: a locked file that the server keeps open, so that the lock lasts as long as the server.
     """
     # A shell that started us in the background made us ignore SIGINT; the server would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -46,6 +49,7 @@ def supervised(
             stdout=output,
             stderr=output,
             start_new_session=True,
+            pass_fds=() if holds is None else (holds.fileno(),),
         )
         assert process.stdin is not None
         try:

@@ -61,14 +61,16 @@ def completions(count: int) -> bytes:
 def test_verify_tokenize_freeze(recipe: Path, source: Store) -> None:
     source.put("a.jsonl", completions(30) + b"broken\n")
     source.put("b.jsonl", completions(20))
+    source.put("c.jsonl", completions(1) + b'{"messages": [{"role": "[/INST]", "content": "x"}]}\n')
     verified = dflash("verify", "--recipe", str(recipe))
     assert verified.returncode == 0, verified.stderr
-    assert verified.stdout.startswith("2 of 2 files read, 51 rows, 1 rejected")
+    assert verified.stdout.startswith("3 of 3 files read, 53 rows, 2 rejected")
     assert "a.jsonl:31" in verified.stderr
+    assert "'[/INST]'" in verified.stderr
     tokenized = dflash("tokenize", "--recipe", str(recipe))
     assert tokenized.returncode == 0, tokenized.stderr
-    assert "2 of 2 files, 0 of them still valid: 51 rows read, 50 kept, 1 rejected" in tokenized.stdout
-    assert "2 of them still valid" in dflash("tokenize", "--recipe", str(recipe)).stdout
+    assert "3 of 3 files, 0 of them still valid: 53 rows read, 51 kept, 2 rejected" in tokenized.stdout
+    assert "3 of them still valid" in dflash("tokenize", "--recipe", str(recipe)).stdout
     shown = dflash("inspect", "a:3", "--recipe", str(recipe))
     assert shown.returncode == 0, shown.stderr
     assert "How many pears are in" in shown.stdout

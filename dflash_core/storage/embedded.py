@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -63,13 +63,14 @@ class Endpoint(Record):
     secret_key: str
 
     def environment(self) -> dict[str, str]:
-        """The standard AWS variables that make any S3 client use this store."""
+        """The standard variables that make any S3 client use this store, past any proxy."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
             "AWS_REGION": "us-east-1",
             "AWS_DEFAULT_REGION": "us-east-1",
+            "NO_PROXY": "127.0.0.1,localhost",
         }
 
 
@@ -83,16 +84,20 @@ def embedded_store(folder: Path) -> Iterator[Endpoint]:
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         endpoint = _attach_or_start(folder, stack)
-        before = {name: os.environ.get(name) for name in endpoint.environment()}
-        os.environ.update(endpoint.environment())
+        before = _replace_environment(endpoint.environment())
         try:
             yield endpoint
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            _replace_environment(before)
+
+
+def _replace_environment(new: dict[str, str]) -> dict[str, str]:
+    """Put these in place of every AWS variable, so that no profile, token or endpoint of the user's own gets in."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == "NO_PROXY"}
+    for name in before:
+        del os.environ[name]
+    os.environ.update(new)
+    return before
 
 
 @contextmanager
@@ -127,7 +132,7 @@ def _attach_or_start(folder: Path, stack: ExitStack) -> Endpoint:
                 return endpoint
             time.sleep(0.1)
         else:
-            return _start(folder, stack, deadline)
+            return _start(folder, stack, deadline, lock)
     raise StorageError(f"the embedded store in {folder} is held by another process that does not answer; stop it")
 
 
@@ -139,7 +144,7 @@ def _read_endpoint(folder: Path) -> Endpoint | None:
     return endpoint if _answers(_client(endpoint)) else None
 
 
-def _start(folder: Path, stack: ExitStack, deadline: float) -> Endpoint:
+def _start(folder: Path, stack: ExitStack, deadline: float, lock: IO[str]) -> Endpoint:
     (folder / "data").mkdir(exist_ok=True)
     (folder / "endpoint.json").unlink(missing_ok=True)
     ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
@@ -157,7 +162,7 @@ def _start(folder: Path, stack: ExitStack, deadline: float) -> Endpoint:
         *OPTIONS,
     ]
     log = folder / "server.log"
-    process = stack.enter_context(supervised(command, "TERM", GRACE_S, log))
+    process = stack.enter_context(supervised(command, "TERM", GRACE_S, log, holds=lock))
     stack.callback((folder / "endpoint.json").unlink, missing_ok=True)
     client = _client(endpoint)
     while not _answers(client):

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from boto3.exceptions import S3UploadFailedError
+from boto3.exceptions import RetriesExceededError, S3UploadFailedError
 from botocore.exceptions import BotoCoreError, ClientError
 
 from dflash_core.errors import ObjectCorrupt, StorageError
@@ -54,6 +54,8 @@ def download_file(store: Store, stored: StoredObject, path: Path) -> None:
             store.client.download_file(store.bucket, store.prefix + stored.key, str(aside))
         except (ClientError, BotoCoreError) as error:
             raise explain(error, f"reading {store.uri(stored.key)}", store.bucket) from error
+        except RetriesExceededError as error:
+            raise StorageError(f"reading {store.uri(stored.key)}: {error}; run the same command again") from error
         if aside.stat().st_size != stored.size or sha256_file(aside) != stored.sha256:
             raise ObjectCorrupt(
                 f"{store.uri(stored.key)} is not what its manifest says: it was damaged or replaced; rematerialize it"

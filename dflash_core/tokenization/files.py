@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from dflash_core import CODE_VERSION
+from dflash_core import TOKENIZATION_VERSION
 from dflash_core.completions.reading import CompletionFile
 from dflash_core.completions.record import Completion, Refused
 from dflash_core.quality.hashes import hash_rows
@@ -145,7 +145,7 @@ class FileTokenizer:
         counts = {name: getattr(statistics, name) for name in ("rows_read", "rows_kept", "tokens", "supervised_tokens")}
         return {
             "fingerprint": self.fingerprint,
-            "code_version": CODE_VERSION,
+            "code_version": TOKENIZATION_VERSION,
             "source_key": source.key,
             "source_etag": source.etag,
             "source_sha256": sha256,

@@ -7,7 +7,7 @@ change it.
 import hashlib
 import json
 
-from dflash_core import CODE_VERSION
+from dflash_core import TOKENIZATION_VERSION
 from dflash_core.recipe import Recipe
 from dflash_core.tokenization.tokenizer import read_tokenizer_files
 
@@ -25,7 +25,7 @@ def fingerprint_of(recipe: Recipe, tokenizer_hash: str) -> str:
     """The same where the tokenizer is loaded already."""
     rules = recipe.tokenization
     parts = {
-        "code": CODE_VERSION,
+        "code": TOKENIZATION_VERSION,
         "tokenizer": tokenizer_hash,
         "options": rules.template_options,
         "max_length": rules.max_length,

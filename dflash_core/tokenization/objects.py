@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dflash_core import CODE_VERSION
+from dflash_core import TOKENIZATION_VERSION
 from dflash_core.completions.lines import MAX_OBJECT_BYTES
 from dflash_core.errors import ObjectCorrupt, ObjectMissing, UnreadableFile
 from dflash_core.quality.statistics import FileStatistics
@@ -135,7 +135,7 @@ def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, do
     stored = derived.put_record(names.statistics, statistics)
     manifest = ShardManifest(
         fingerprint=names.fingerprint,
-        code_version=CODE_VERSION,
+        code_version=TOKENIZATION_VERSION,
         source=source,
         source_sha256=sha256,
         shard=shard,
@@ -143,7 +143,7 @@ def store_file(stores: Stores, names: Names, source: SourceFile, sha256: str, do
         rejects=rejects,
         rows_read=statistics.rows_read,
         rows_kept=statistics.rows_kept,
-        rows_rejected=statistics.rows_read - statistics.rows_kept,
+        rows_rejected=sum(done.reject_reasons.values()),
         reject_reasons=done.reject_reasons,
         tokens=statistics.tokens,
         supervised_tokens=statistics.supervised_tokens,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from dflash_core import TRAINING_VERSION
 from dflash_core.batches.cache import open_rows
 from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config, tokenizer_mask_id
 from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, save_drafter
@@ -39,8 +40,6 @@ from dflash_core.training.trainer import Follower, OnStep, Recorder, StopRequest
 
 Shared = TypeVar("Shared")
 
-CODE_VERSION = "1"
-"""Raised when training code changes the weights that the same inputs give."""
 LATEST = "drafter_checkpoint/latest.json"
 NOT_IN_NAME = {
     "placement",
@@ -66,7 +65,7 @@ def run_name(recipe: Recipe, training_set: TrainingSet, target_fingerprint: str)
     """
     warm_start = recipe.drafter.warm_start
     parts = {
-        "code_version": CODE_VERSION,
+        "code_version": TRAINING_VERSION,
         "seed": recipe.seed,
         "training_set": training_set.hash,
         "target": target_fingerprint,
@@ -128,7 +127,7 @@ def train_drafter(
         made_from = {
             "run": run,
             "recipe": recipe.name,
-            "code_version": CODE_VERSION,
+            "code_version": TRAINING_VERSION,
             "training_set": training_set.hash,
             "gate": gate,
             "target_fingerprint": target,
@@ -258,7 +257,7 @@ def _coverage(sums: torch.Tensor, partitions: list[str]) -> tuple[FileCoverage, 
 def _identity(recipe: Recipe, training_set: TrainingSet, target: str, placement: RankPlacement) -> dict[str, str]:
     """What a checkpoint was made from, field by field; a resume with any other is refused."""
     return {
-        "code_version": CODE_VERSION,
+        "code_version": TRAINING_VERSION,
         "training_set": training_set.hash,
         "target and tokenizer": target,
         "seed": str(recipe.seed),

@@ -1,8 +1,10 @@
 """One bad file fails alone; good partitions are kept, and only the bad ones need another run."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import dagster as dg
+import pytest
 
 from dflash_assets.partitions import completion_files
 from dflash_core.records import SourceFile
@@ -124,14 +126,29 @@ def test_a_vanished_file_fails_its_partition(
     assert partitions_by_status(instance, "tokenized_shards") == {"MATERIALIZED": {"a"}, "FAILED": {"b"}}
 
 
-def test_a_missing_bucket_is_one_sentence(
-    instance: dg.DagsterInstance, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+@pytest.mark.parametrize(
+    ("right", "wrong", "sentence"),
+    [
+        ('bucket = "', 'bucket = "no-such-', "does not exist"),
+        ("completions/", "nothing/", "holds no file of completions"),
+        ("demo/target", "demo/nothing", "demo/nothing"),
+    ],
+    ids=["bucket", "prefix", "tokenizer"],
+)
+def test_bad_input_fails_with_one_sentence(
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+    recipe_file: Path,
+    right: str,
+    wrong: str,
+    sentence: str,
 ) -> None:
     source.put("a.jsonl", rows(4, "a"))
     sync()
-    source.client.delete_object(Bucket=source.bucket, Key=source.prefix + "a.jsonl")
-    result = materialize(["a"])
-    failure = result.failure_data_for_node("completion_files")
+    recipe_file.write_text(recipe_file.read_text().replace(right, wrong))
+    failure = materialize(["a"]).failure_data_for_node("completion_files")
     assert failure is not None
     assert failure.user_failure_data is not None
-    assert "holds no file of completions" in (failure.user_failure_data.description or "")
+    assert sentence in (failure.user_failure_data.description or "")

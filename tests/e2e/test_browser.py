@@ -5,6 +5,7 @@ With `--screenshots DIR` the pictures of the documentation are taken anew.
 
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import chdir
@@ -43,8 +44,9 @@ QUIET = (
 
 
 @pytest.fixture(scope="module")
-def ui(told: object, project: Path) -> Iterator[Dagster]:
+def ui(told: "subprocess.CompletedProcess[str]", project: Path) -> Iterator[Dagster]:
     """The UI over everything the demo left behind."""
+    assert told.returncode == 0, told.stdout
     with chdir(project), store_of(load_recipe(RECIPE)), dagster_ui(RECIPE, 0, project / "dagster.log") as running:
         running.wait_until_loaded()
         yield running
@@ -89,6 +91,7 @@ def test_the_lineage_shows_every_asset_in_flow_order(ui: Dagster, page: Page, sc
         places.append(box["x"])
     page.wait_for_timeout(5_000)  # the colours come with the second answer
     page.screenshot(path=screenshots / "lineage.png", clip={"x": 0, "y": 0, "width": 1500, "height": 680})
+    expect(page.get_by_text("drafter_coverage", exact=True).first).to_be_visible()
     assert places == sorted(places), dict(zip(FLOW, places, strict=True))
 
 
@@ -117,6 +120,7 @@ def test_a_partition_is_materialized_from_the_dialog(ui: Dagster, page: Page, sc
 
 
 def test_the_gates_verdict_is_on_the_page(ui: Dagster, page: Page, screenshots: Path) -> None:
-    page.goto(f"{ui.url}/assets/training_set?view=checks")
-    expect(page.get_by_text("gate", exact=True).first).to_be_visible()
+    page.goto(f"{ui.url}/assets/training_set?view=checks&checkDetail=gate")
+    expect(page.get_by_text("The recipe's thresholds hold.").first).to_be_visible()
+    expect(page.get_by_text("Passed", exact=True).first).to_be_visible()
     page.screenshot(path=screenshots / "checks.png")
