@@ -221,6 +221,9 @@ def main() -> None:
     except UserError as error:
         errors.print(f"error: {error}", style="red")
         sys.exit(error.exit_code)
+    except OSError as error:
+        errors.print(f"error: {error}; check the path, its permissions and the disk space", style="red")
+        sys.exit(UserError.exit_code)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,10 @@ def test_verify_tokenize_freeze(recipe: Path, source: Store) -> None:
     shown = dflash("inspect", "a:3", "--recipe", str(recipe))
     assert shown.returncode == 0, shown.stderr
     assert "How many pears are in" in shown.stdout
+    nowhere = dflash("inspect", "a:3", "--recipe", str(recipe), "--html", str(recipe.parent / "no/such/folder.html"))
+    assert nowhere.returncode == 2
+    assert "check the path" in nowhere.stderr
+    assert "Traceback" not in nowhere.stderr
     frozen = dflash("freeze", "--recipe", str(recipe))
     assert "gate: fail" in frozen.stdout
     assert frozen.returncode == 1
