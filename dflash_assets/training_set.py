@@ -10,7 +10,7 @@ from dflash_assets.completion_files import loss_mask_stats, tokenized_shards
 from dflash_assets.metadata import GROUP, file_uri
 from dflash_assets.resources import RecipeResource
 from dflash_core.errors import UserError
-from dflash_core.quality.training_set import freeze_training_set
+from dflash_core.quality.training_set import freeze_training_set, report_key
 from dflash_core.records import TrainingSet
 from dflash_core.storage.store import open_stores
 from dflash_core.tokenization.fingerprint import fingerprint
@@ -54,7 +54,7 @@ def training_set(
             "hash": frozen.hash,
             "verdict": "pass" if frozen.verdict.passed else "fail",
             "gate reasons": _list(frozen.verdict.reasons),
-            "report": derived.uri(f"training_set/{frozen.hash}.html"),
+            "report": derived.uri(report_key(frozen)),
             "files": len(frozen.shards),
             "files missing": len(frozen.missing),
             "coverage": frozen.coverage,

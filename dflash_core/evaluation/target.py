@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from dflash_core.errors import RecipeError
-from dflash_core.training.target import quiet_transformers
+from dflash_core.training.target import load_frozen
 
 
 class VerifyingTarget:
@@ -118,23 +116,5 @@ def load_verifying_target(
     Raises:
         RecipeError: it cannot be loaded, or weights are absent (they would be random, in silence).
     """
-    with quiet_transformers():
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise RecipeError(f"target.path {folder} cannot be loaded: {error}") from None
-    model, report = loaded
-    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if absent:
-        raise RecipeError(
-            f"target.path {folder}: {len(absent)} weights are absent or have another shape, first {absent[0]}; "
-            "download the folder again"
-        )
-    return VerifyingTarget(model.requires_grad_(False).to(device), layer_ids)
+    model = load_frozen(AutoModelForCausalLM, folder, dtype)
+    return VerifyingTarget(model.to(device), layer_ids)

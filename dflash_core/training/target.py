@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -111,7 +112,7 @@ def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, de
         RecipeError: the folder is not there, incomplete, or of an architecture that transformers does not have.
         IncompatibleError: the model has no such layer.
     """
-    files = safetensors_files(folder)
+    safetensors_files(folder)  # refuses a folder that is not there or holds none, by name
     try:
         whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -125,9 +126,23 @@ def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, de
     config.num_hidden_layers = layer_ids[-1] + 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
+    backbone = load_frozen(AutoModel, folder, dtype, config)
+    return Target(backbone.eval().to(device), layer_ids, device)
+
+
+def load_frozen(auto: Any, folder: Path, dtype: torch.dtype, config: Any = None) -> Any:
+    """A transformers model, every weight present and none trainable; safetensors only, no code of the folder run.
+
+    Args:
+        auto: the transformers class that loads it, for example AutoModel.
+        config: instead of the folder's own; None: the folder's own.
+
+    Raises:
+        RecipeError: it cannot be loaded, or weights are absent (they would be random, in silence).
+    """
     with quiet_transformers():
         try:
-            backbone, report = AutoModel.from_pretrained(
+            model, report = auto.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -141,11 +156,10 @@ def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, de
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise RecipeError(
-            f"target.path {folder}: {len(absent)} weights are absent from its {len(files)} safetensors files or have "
-            f"another shape, first {absent[0]}; download the folder again"
+            f"target.path {folder}: {len(absent)} weights are absent from its safetensors files or have another shape, "
+            f"first {absent[0]}; download the folder again"
         )
-    backbone.requires_grad_(False)
-    return Target(backbone.eval().to(device), layer_ids, device)
+    return model.requires_grad_(False)
 
 
 def load_head(folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
