@@ -182,7 +182,7 @@ class Training(Section):
     vocabulary_chunk_rows: Positive = 1024
     """Rows of logits held at once by the objective."""
     held_out_share: Share = 0.02
-    """Rows kept away from training, chosen by (seed, row id); evaluation draws its prompts from them."""
+    """Rows kept away from training, chosen by (seed, conversation); evaluation draws its prompts from them."""
     validate_every_steps: Positive = 200
     validation_rows: Positive = 256
     """At most this many held-out rows are validated on."""

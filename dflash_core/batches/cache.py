@@ -25,8 +25,8 @@ from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import sha256_file
 from dflash_core.tokenization.shards import read_shard
 
-FORMAT = 1
-ARRAYS = ("ids", "offsets", "spans", "span_offsets", "row_ids")
+FORMAT = 2
+ARRAYS = ("ids", "offsets", "spans", "span_offsets", "row_ids", "lines")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class ShardRows:
     span_offsets: npt.NDArray[np.int64]
     """[R + 1] where row i begins in `spans`."""
     row_ids: npt.NDArray[np.str_]
+    lines: npt.NDArray[np.int64]
+    """[R] line in the source file; the turns of one conversation share it."""
 
     def row(self, index: int) -> Row:
         """Row `index` of this shard."""
@@ -61,6 +63,14 @@ class ShardRows:
             mask[first:last] = True
         ids: npt.NDArray[np.int32] = self.ids[start:end]
         return Row(ids, mask)
+
+    def conversations(self) -> list[str]:
+        """[R] the id of each row's conversation: the row's own, without the turn's number where a line has several."""
+        _, place, turns = np.unique(self.lines, return_inverse=True, return_counts=True)
+        return [
+            str(n).rpartition("#")[0] if several else str(n)
+            for n, several in zip(self.row_ids, turns[place] > 1, strict=True)
+        ]
 
 
 class RowStore:
@@ -74,6 +84,7 @@ class RowStore:
         self.files = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
         """[R] index into `partitions` of each row."""
         self.row_ids: list[str] = [str(name) for shard in shards for name in shard.row_ids]
+        self.conversations: list[str] = [name for shard in shards for name in shard.conversations()]
         self.lengths: npt.NDArray[np.int32] = np.concatenate(
             [np.diff(shard.offsets).astype(np.int32) for shard in shards] or [np.zeros(0, np.int32)]
         )
@@ -132,6 +143,7 @@ def unpack(table: pa.Table) -> dict[str, npt.NDArray[np.generic]]:
         "spans": np.stack(bounds, axis=1).astype(np.int32),
         "span_offsets": _offsets(spans),
         "row_ids": np.asarray(table.column("row_id").to_pylist(), dtype=np.str_),
+        "lines": table.column("source_line").to_numpy(),
     }
 
 

@@ -52,8 +52,8 @@ class Split:
 
 
 def split_rows(rows: RowStore, seed: int, held_out_share: float) -> Split:
-    """Divide the rows by (seed, row id)."""
-    held_out = np.fromiter((is_held_out(seed, r, held_out_share) for r in rows.row_ids), np.bool_, len(rows))
+    """Divide the rows by seed and conversation."""
+    held_out = np.fromiter((is_held_out(seed, c, held_out_share) for c in rows.conversations), np.bool_, len(rows))
     return Split(np.flatnonzero(~held_out), np.flatnonzero(held_out))
 
 

@@ -1,4 +1,4 @@
-"""Which rows training never sees. A pure function of (seed, row id), so no list of rows has to be kept anywhere."""
+"""Which rows training never sees: a pure function of seed and conversation, so no list of rows is kept anywhere."""
 
 from hashlib import blake2b
 
@@ -14,6 +14,9 @@ def uniform_bits(*parts: str | int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def is_held_out(seed: int, row_id: str, share: float) -> bool:
-    """Whether the row belongs to the held-out `share` of rows: stable under any other change to the data."""
-    return uniform("held out", seed, row_id) < share
+def is_held_out(seed: int, conversation: str, share: float) -> bool:
+    """Whether its rows belong to the held-out `share`: stable under any other change to the data.
+
+    A conversation is held out whole: a later turn has the earlier ones, answers included, in its prompt.
+    """
+    return uniform("held out", seed, conversation) < share

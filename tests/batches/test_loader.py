@@ -2,19 +2,27 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
-from dflash_core.batches.cache import RowStore
+from dflash_core.batches.cache import RowStore, ShardRows, unpack
 from dflash_core.batches.loader import Batch, Loader, Prefetch, Shape, held_out_batches, split_rows
-from tests.training.conftest import random_rows, row_store
+from dflash_core.tokenization.shards import read_shard
+from tests.training.conftest import random_rows, row_store, shard_bytes
 
 
 @pytest.fixture(scope="module")
 def rows() -> RowStore:
     return row_store({"a": random_rows(0, 30), "b": random_rows(1, 33)})
+
+
+def store_of(table: pa.Table) -> RowStore:
+    arrays: dict[str, Any] = unpack(table)
+    return RowStore(["a"], [ShardRows(**arrays)])
 
 
 def steps_of(rows: RowStore, shape: tuple[int, int, int], first: int, end: int) -> list[set[str]]:
@@ -79,6 +87,20 @@ def test_training_and_held_out_rows_are_disjoint_and_complete(rows: RowStore) ->
         for batch in held_out_batches(rows, split.held_out, Shape(4, 1, rank, 3)):
             seen += batch.row_ids
     assert sorted(seen) == sorted(rows.row_ids[i] for i in split.held_out)
+
+
+def test_a_conversation_is_never_in_both_parts() -> None:
+    table = read_shard(shard_bytes([(f"chat{i // 4}#{i % 4}", [1, 2, 3], [(1, 3)]) for i in range(400)]))
+    turns = table.set_column(1, table.schema.field("source_line"), pa.array(np.arange(400) // 4 + 1))
+    split = split_rows(store_of(turns), 0, 0.3)
+    held_out, training = ({f"chat{i // 4}" for i in part} for part in (split.held_out, split.training))
+    assert len(held_out) > 15
+    assert not held_out & training
+
+
+def test_rows_of_their_own_are_held_out_one_by_one_whatever_their_ids_look_like() -> None:
+    rows = store_of(read_shard(shard_bytes([(f"gsm8k#{i}", [1, 2, 3], [(1, 3)]) for i in range(400)])))
+    assert abs(len(split_rows(rows, 0, 0.3).held_out) - 120) < 40
 
 
 def test_prefetching_keeps_order_raises_errors_and_measures_waiting() -> None:
