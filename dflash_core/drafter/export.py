@@ -13,6 +13,7 @@ import torch
 from dflash_core.drafter.card import model_card
 from dflash_core.drafter.config import check_fit, read_target_config
 from dflash_core.drafter.folder import save_drafter
+from dflash_core.drafter.target_files import check_target
 from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
 from dflash_core.errors import StorageError
 from dflash_core.quality.training_set import load_training_set
@@ -42,6 +43,7 @@ def export_drafter(recipe: Recipe, run: str | None) -> DrafterExport:
     checkpoint = find_checkpoint(store, run)
     config, state = fetch_drafter(store, checkpoint, recipe.storage.work_dir)
     check_fit(config, read_target_config(recipe.target.path))
+    check_target(checkpoint, recipe.target.path)
     training_set = load_training_set(recipe, checkpoint.training_set)
     report = store.find_record(f"drafter_eval/{checkpoint.run}/report.json", DrafterEval)
     local = recipe.export.local_dir

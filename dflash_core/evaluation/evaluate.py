@@ -18,8 +18,9 @@ from dflash_core.batches.loader import split_rows
 from dflash_core.batches.split import uniform_bits
 from dflash_core.drafter.config import DrafterConfig, check_fit, read_target_config
 from dflash_core.drafter.folder import build_drafter
+from dflash_core.drafter.target_files import check_target
 from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
-from dflash_core.errors import IncompatibleError, UserError
+from dflash_core.errors import UserError
 from dflash_core.evaluation.acceptance import acceptance_length, add, conditional_acceptance
 from dflash_core.evaluation.decode import Generation, Sampling, generate, generate_plain
 from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft
@@ -29,7 +30,6 @@ from dflash_core.quality.training_set import load_training_set
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, DrafterEval
 from dflash_core.storage.store import open_stores
-from dflash_core.training.target import target_fingerprint
 
 NGRAM_TOKENS = 2_000_000
 """Training tokens that the n-gram drafter is counted on, whole rows in hash order."""
@@ -80,12 +80,7 @@ def evaluate_drafter(recipe: Recipe, run: str | None, on_progress: Callable[[int
         return earlier
     if recipe.training.placement.threads:
         torch.set_num_threads(recipe.training.placement.threads)
-    fingerprint = target_fingerprint(recipe.target.path)
-    if fingerprint != checkpoint.target_fingerprint:
-        raise IncompatibleError(
-            f"run {checkpoint.run} was trained with target {checkpoint.target_fingerprint[:12]}, "
-            f"{recipe.target.path} is {fingerprint[:12]}: weights, config or tokenizer differ; evaluate with the former"
-        )
+    check_target(checkpoint, recipe.target.path)
     config, state = fetch_drafter(store, checkpoint, recipe.storage.work_dir)
     check_fit(config, read_target_config(recipe.target.path))
     training_set = load_training_set(recipe, checkpoint.training_set)

@@ -22,6 +22,7 @@ from dflash_core import TRAINING_VERSION
 from dflash_core.batches.cache import open_rows
 from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config, tokenizer_mask_id
 from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, save_drafter
+from dflash_core.drafter.target_files import target_fingerprint
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
 from dflash_core.recipe import Recipe
@@ -35,7 +36,6 @@ from dflash_core.training.placement import RankPlacement, join, place
 from dflash_core.training.recorder import LeadRecorder, RemoteCheckpoints, resume
 from dflash_core.training.setup import make_data, make_feed, make_learner, require_fitting
 from dflash_core.training.step import COVERAGE_COLUMNS, Learner
-from dflash_core.training.target import target_fingerprint
 from dflash_core.training.trainer import Follower, OnStep, Recorder, StopRequest, Trainer
 
 Shared = TypeVar("Shared")

@@ -12,12 +12,13 @@ from dflash_core.batches.split import uniform_bits
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.folder import read_config, read_state
 from dflash_core.drafter.model import Drafter
+from dflash_core.drafter.target_files import load_head
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.training.feed import FeatureFeed, Preparation
 from dflash_core.training.placement import RankPlacement, step_group
 from dflash_core.training.step import Learner, rules
-from dflash_core.training.target import load_head, load_target
+from dflash_core.training.target import load_target
 from dflash_core.training.trainer import Data
 
 

@@ -16,9 +16,9 @@ from torch import distributed
 
 from dflash_core.drafter.model import Drafter, embed_blocks
 from dflash_core.drafter.objective import LossSums, SlotWeights, block_loss
+from dflash_core.drafter.target_files import Head
 from dflash_core.recipe import Training
 from dflash_core.training.feed import Work
-from dflash_core.training.target import Head
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 COVERAGE_COLUMNS = ("rows", "tokens", "blocks", "loss", "weight", "prefix")

@@ -8,46 +8,23 @@ copy can go to another device at once), but nothing can be captured but whole la
 Shapes: B rows, S tokens, L captured layers, H hidden size, V vocabulary.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
+from dflash_core.drafter.target_files import safetensors_files
 from dflash_core.errors import IncompatibleError, RecipeError
 
 Sink = Callable[[int, torch.Tensor], None]
 """Takes (j, output [B, S, H] of the j-th captured layer) while the target is still running."""
-
-EMBEDDING_KEYS = (
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "embed_tokens.weight",
-)
-LM_HEAD_KEYS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-HASH_BLOCK = 1 << 22
 
 
 class Target:
@@ -89,16 +66,6 @@ class Target:
         parts: list[torch.Tensor] = []
         self.capture(ids, lambda _position, hidden: parts.append(hidden))
         return torch.cat(parts, dim=-1)
-
-
-@dataclass(frozen=True)
-class Head:
-    """The target's frozen ends, which the drafter shares."""
-
-    embedding: torch.Tensor
-    """[V, H]"""
-    lm_head: torch.Tensor
-    """[V, H]; the same tensor as `embedding` where the target ties them."""
 
 
 def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Target:
@@ -160,95 +127,6 @@ def load_frozen(auto: Any, folder: Path, dtype: torch.dtype, config: Any = None)
             f"first {absent[0]}; download the folder again"
         )
     return model.requires_grad_(False)
-
-
-def load_head(folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
-    """Read embedding and lm_head alone, from whichever safetensors files hold them.
-
-    Raises:
-        RecipeError: the folder has no safetensors, or no embedding or lm_head among them.
-    """
-    holders: dict[str, Path] = {}
-    for file in safetensors_files(folder):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                holders.update(dict.fromkeys(opened.keys(), file))
-        except (OSError, SafetensorError) as error:
-            raise RecipeError(f"target.path {folder}: {file.name} is damaged ({error}); download it again") from None
-
-    def read(keys: tuple[str, ...]) -> torch.Tensor | None:
-        key = next((key for key in keys if key in holders), None)
-        if key is None:
-            return None
-        with safe_open(holders[key], framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(key)
-        return tensor.to(device=device, dtype=dtype)
-
-    embedding = read(EMBEDDING_KEYS)
-    if embedding is None:
-        raise RecipeError(f"target.path {folder} holds no embedding under any of {', '.join(EMBEDDING_KEYS)}")
-    lm_head = None if _is_tied(folder) else read(LM_HEAD_KEYS)
-    if lm_head is None and not _is_tied(folder):
-        raise RecipeError(
-            f"target.path {folder} holds no lm_head under any of {', '.join(LM_HEAD_KEYS)} and does not tie it"
-        )
-    return Head(embedding, embedding if lm_head is None else lm_head)
-
-
-def target_fingerprint(folder: Path) -> str:
-    """sha256 over the config, every safetensors file and the tokenizer: equal folders give equal features and ids.
-
-    Raises:
-        RecipeError: the folder is not there or holds no safetensors.
-    """
-    weights = safetensors_files(folder)
-    others = [folder / name for name in ("config.json", *TOKENIZER_FILES) if (folder / name).is_file()]
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        digests = list(pool.map(_sha256, [*others, *weights]))
-    named = [(path.name, digest) for path, digest in zip([*others, *weights], digests, strict=True)]
-    return hashlib.sha256(json.dumps(sorted(named)).encode()).hexdigest()
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files of the folder, those its index names where it has one.
-
-    Raises:
-        RecipeError: the folder, or a file of its index, is not there; or it has no safetensors (pickles are not read).
-    """
-    if not (folder / "config.json").is_file():
-        raise RecipeError(
-            f"target.path {folder} is no model folder (no config.json there); give a local Hugging Face folder"
-        )
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
-            raise RecipeError(f"{index} is no index of safetensors files; download it again") from None
-        files = [folder / name for name in names]
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise RecipeError(
-                f"target.path {folder} lacks {len(absent)} of {len(files)} weight files, first {absent[0]}"
-            )
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise RecipeError(f"target.path {folder} has no *.safetensors; convert its weights (pickles are never loaded)")
-    return files
-
-
-def _is_tied(folder: Path) -> bool:
-    table = json.loads((folder / "config.json").read_text(encoding="utf8"))
-    return bool(table.get("tie_word_embeddings", table.get("text_config", {}).get("tie_word_embeddings", False)))
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager

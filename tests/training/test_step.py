@@ -14,9 +14,10 @@ from dflash_core.batches.loader import Batch, Loader, Shape
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.objective import SlotWeights
+from dflash_core.drafter.target_files import Head, load_head
 from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
 from dflash_core.training.step import Learner, Rules, Sums
-from dflash_core.training.target import Head, Target, load_head, load_target
+from dflash_core.training.target import Target, load_target
 from tests.training.conftest import MASK, VOCABULARY, random_rows, row_store
 from tests.training.ranks import run_ranks
 

@@ -23,8 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dflash_core.drafter.target_files import load_head, target_fingerprint
 from dflash_core.errors import IncompatibleError, RecipeError
-from dflash_core.training.target import load_head, load_target, target_fingerprint
+from dflash_core.training.target import load_target
 
 CPU = torch.device("cpu")
 COMMON: dict[str, Any] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dflash_core.drafter.folder import load_drafter, save_drafter
+from dflash_core.drafter.target_files import target_fingerprint
 from dflash_core.errors import IncompatibleError, StorageError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, TrainingSet
@@ -17,7 +18,7 @@ from dflash_core.storage.store import Store
 from dflash_core.training.metrics import StepMetrics
 from dflash_core.training.run import run_name, train_drafter
 from dflash_core.training.step import Learner
-from dflash_core.training.target import Target, target_fingerprint
+from dflash_core.training.target import Target
 from tests.training.conftest import put_training_set, random_rows
 
 

@@ -1,0 +1,145 @@
+"""The target's own files: the frozen ends that the drafter shares, and the identity of the folder.
+
+The trade-off: the ends are read straight from whichever safetensors files hold them, by the names that are in use, so
+that nobody has to load a whole target for its embedding.
+Shapes: V vocabulary, H hidden size.
+"""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dflash_core.errors import IncompatibleError, RecipeError
+from dflash_core.records import DrafterCheckpoint
+from dflash_core.storage.transfers import sha256_file
+
+EMBEDDING_KEYS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "embed_tokens.weight",
+)
+LM_HEAD_KEYS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen ends, which the drafter shares."""
+
+    embedding: torch.Tensor
+    """[V, H]"""
+    lm_head: torch.Tensor
+    """[V, H]; the same tensor as `embedding` where the target ties them."""
+
+
+def load_head(folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
+    """Read embedding and lm_head alone, from whichever safetensors files hold them.
+
+    Raises:
+        RecipeError: the folder has no safetensors, or no embedding or lm_head among them.
+    """
+    holders: dict[str, Path] = {}
+    for file in safetensors_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                holders.update(dict.fromkeys(opened.keys(), file))
+        except (OSError, SafetensorError) as error:
+            raise RecipeError(f"target.path {folder}: {file.name} is damaged ({error}); download it again") from None
+
+    def read(keys: tuple[str, ...]) -> torch.Tensor | None:
+        key = next((key for key in keys if key in holders), None)
+        if key is None:
+            return None
+        with safe_open(holders[key], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(key)
+        return tensor.to(device=device, dtype=dtype)
+
+    embedding = read(EMBEDDING_KEYS)
+    if embedding is None:
+        raise RecipeError(f"target.path {folder} holds no embedding under any of {', '.join(EMBEDDING_KEYS)}")
+    lm_head = None if is_tied(folder) else read(LM_HEAD_KEYS)
+    if lm_head is None and not is_tied(folder):
+        raise RecipeError(
+            f"target.path {folder} holds no lm_head under any of {', '.join(LM_HEAD_KEYS)} and does not tie it"
+        )
+    return Head(embedding, embedding if lm_head is None else lm_head)
+
+
+def target_fingerprint(folder: Path) -> str:
+    """sha256 over the config, every safetensors file and the tokenizer: equal folders give equal features and ids.
+
+    Raises:
+        RecipeError: the folder is not there or holds no safetensors.
+    """
+    weights = safetensors_files(folder)
+    others = [folder / name for name in ("config.json", *TOKENIZER_FILES) if (folder / name).is_file()]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        digests = list(pool.map(sha256_file, [*others, *weights]))
+    named = [(path.name, digest) for path, digest in zip([*others, *weights], digests, strict=True)]
+    return hashlib.sha256(json.dumps(sorted(named)).encode()).hexdigest()
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of the folder, those its index names where it has one.
+
+    Raises:
+        RecipeError: the folder, or a file of its index, is not there; or it has no safetensors (pickles are not read).
+    """
+    if not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"target.path {folder} is no model folder (no config.json there); give a local Hugging Face folder"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise RecipeError(f"{index} is no index of safetensors files; download it again") from None
+        files = [folder / name for name in names]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise RecipeError(
+                f"target.path {folder} lacks {len(absent)} of {len(files)} weight files, first {absent[0]}"
+            )
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RecipeError(f"target.path {folder} has no *.safetensors; convert its weights (pickles are never loaded)")
+    return files
+
+
+def is_tied(folder: Path) -> bool:
+    """Whether the target's lm_head is its embedding."""
+    table = json.loads((folder / "config.json").read_text(encoding="utf8"))
+    return bool(table.get("tie_word_embeddings", table.get("text_config", {}).get("tie_word_embeddings", False)))
+
+
+def check_target(checkpoint: DrafterCheckpoint, folder: Path) -> None:
+    """Refuse a target that is not, byte for byte, the one that the run was trained with.
+
+    Raises:
+        IncompatibleError: another one; the message holds both fingerprints.
+        RecipeError: the folder is not there or holds no safetensors.
+    """
+    fingerprint = target_fingerprint(folder)
+    if fingerprint != checkpoint.target_fingerprint:
+        raise IncompatibleError(
+            f"run {checkpoint.run} was trained with target {checkpoint.target_fingerprint[:12]}, "
+            f"{folder} is {fingerprint[:12]}: weights, config or tokenizer differ; use the former"
+        )
