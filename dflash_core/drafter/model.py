@@ -177,27 +177,35 @@ class Drafter(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def extend(self, cache: "ContextCache", features: Tensor) -> None:
-        """Append the features [1, s, L*H] of the next s verified tokens to the cache."""
-        projected = self.hidden_norm(self.fc(features))
-        positions = cache.length + torch.arange(features.shape[1], device=features.device)
-        rotation = self.rotation(positions[None], projected.dtype)
-        cache.append([layer.self_attn.key_value(projected, rotation) for layer in self._decoder()])
-
-    def draft(self, cache: "ContextCache", block_inputs: Tensor) -> Tensor:
-        """One block right after the cached context; the cache is only read.
+    def extend(self, cache: "ContextCache", features: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Append the features of each row's next verified tokens to the cache.
 
         Args:
-            cache: the context, `length` tokens: the anchor's position.
-            block_inputs: [1, K, H].
+            cache: of B rows.
+            features: [B, s, L*H].
+            counts: [B] how many of the s tokens belong to each row; None: all of them.
+        """
+        projected = self.hidden_norm(self.fc(features))
+        device = features.device
+        positions = cache.starts(device) + torch.arange(features.shape[1], device=device)
+        rotation = self.rotation(positions, projected.dtype)
+        new = [layer.self_attn.key_value(projected, rotation) for layer in self._decoder()]
+        cache.append(new, counts or [features.shape[1]] * features.shape[0])
+
+    def draft(self, cache: "ContextCache", block_inputs: Tensor) -> Tensor:
+        """One block a row, right after its cached context; the cache is only read.
+
+        Args:
+            cache: the contexts; a row's length is its anchor's position.
+            block_inputs: [B, K, H].
 
         Returns:
-            Normed hidden states [1, K, H].
+            Normed hidden states [B, K, H].
         """
-        device, (S, K) = block_inputs.device, (cache.length, block_inputs.shape[1])
-        at = torch.full((1, 1), S, device=device)
+        device, (S, K) = block_inputs.device, (max(cache.lengths), block_inputs.shape[1])
+        at = cache.starts(device)
         attend = attention(Blocks(at, at * 0, at + K, at >= 0), (S, K), self.windows)
-        rotation = self.rotation(S + torch.arange(K, device=device)[None], block_inputs.dtype)
+        rotation = self.rotation(at + torch.arange(K, device=device), block_inputs.dtype)
         x = block_inputs
         for layer, context in zip(self._decoder(), cache.read(), strict=True):
             x = layer(x, rotation, context, attend)
@@ -219,38 +227,69 @@ class Drafter(nn.Module):
 
 
 class ContextCache:
-    """Keys and values of the verified context for every layer, growing in place.
+    """Keys and values of verified contexts for every layer, padded on the right, growing in place.
 
     The buffers double, so appending costs amortised O(tokens appended). Only verified tokens come in: nothing to crop.
     """
 
-    def __init__(self) -> None:
-        self.length = 0
-        self._room = 0
+    def __init__(self, rows: int = 1) -> None:
+        self.lengths = [0] * rows
+        """[B] tokens of each row."""
         self._layers: list[KeyValue] = []
 
-    def append(self, new: Sequence[KeyValue]) -> None:
-        """Add the keys and values of the next tokens, one pair a layer."""
-        end = self.length + new[0].key.shape[2]
-        if end > self._room:
-            self._room = max(2 * self._room, end, 256)
-            old = self.read() if self.length else None
-            self._layers = [KeyValue(*(self._grown(t) for t in pair)) for pair in new]
-            if old is not None:
-                for buffers, filled in zip(self._layers, old, strict=True):
-                    for buffer, part in zip(buffers, filled, strict=True):
-                        buffer[:, :, : self.length] = part
+    def starts(self, device: torch.device) -> Tensor:
+        """[B, 1] int64, the lengths."""
+        return torch.tensor(self.lengths, device=device)[:, None]
+
+    def append(self, new: Sequence[KeyValue], counts: Sequence[int]) -> None:
+        """Add keys and values [B, g, s, D], one pair a layer, of which `counts` belong to each row.
+
+        The rest is written, too, beyond the row's end, where nobody looks and the next tokens will overwrite it.
+        """
+        key = new[0].key
+        self._reserve(new, max(self.lengths) + key.shape[2])
+        rows = torch.arange(len(self.lengths), device=key.device)[:, None]
+        places = self.starts(key.device) + torch.arange(key.shape[2], device=key.device)
         for buffers, pair in zip(self._layers, new, strict=True):
             for buffer, part in zip(buffers, pair, strict=True):
-                buffer[:, :, self.length : end] = part
-        self.length = end
+                buffer[rows, :, places] = part.transpose(1, 2)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def read(self) -> list[KeyValue]:
-        """Views of what is filled, one pair a layer."""
-        return [KeyValue(*(t[:, :, : self.length] for t in pair)) for pair in self._layers]
+        """Views [B, g, longest row, D] of what is filled, one pair a layer."""
+        return [KeyValue(*(t[:, :, : max(self.lengths)] for t in pair)) for pair in self._layers]
 
-    def _grown(self, like: Tensor) -> Tensor:
-        return like.new_empty((like.shape[0], like.shape[1], self._room, like.shape[3]))
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self._layers = [KeyValue(*(t[list(rows)] for t in pair)) for pair in self._layers]
+
+    def join(self, other: "ContextCache") -> None:
+        """Take in the rows of `other` behind the present ones."""
+        if not self.lengths:
+            self.lengths, self._layers = other.lengths, other._layers
+            return
+        room = max(pair.key.shape[2] for pair in (self._layers[0], other._layers[0]))
+        both = zip(self._layers, other._layers, strict=True)
+        self._layers = [
+            KeyValue(*(torch.cat([_with_room(t, room) for t in parts]) for parts in zip(*pairs, strict=True)))
+            for pairs in both
+        ]
+        self.lengths = self.lengths + other.lengths
+
+    def _reserve(self, like: Sequence[KeyValue], end: int) -> None:
+        room = self._layers[0].key.shape[2] if self._layers else 0
+        if end > room:
+            grown = max(2 * room, end, 256)
+            self._layers = [
+                KeyValue(*(_with_room(t, grown) for t in pair))
+                for pair in self._layers or [KeyValue(*(t[:, :, :0] for t in pair)) for pair in like]
+            ]
+
+
+def _with_room(values: Tensor, room: int) -> Tensor:
+    """[B, g, room, D], zeros behind: they are masked, but must be finite."""
+    return F.pad(values, (0, 0, 0, room - values.shape[2]))
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -1,18 +1,22 @@
 """Draft-and-verify decoding: propose K-1 tokens, score them in one pass of the target, keep what it would have said.
 
-The trade-off: one sequence at a time, so that counts and times are those of a single reader, and the loop can be read.
-What the target says is unchanged: at temperature 0 token by token, above it in distribution.
-Shapes: K block size, V vocabulary.
+The trade-off: several prompts share each pass and every one keeps its own length, randomness and counts, so a prompt's
+output does not depend on its neighbours (but for rounding); one prompt at a time is the same loop with one row. What
+the target says is unchanged: at temperature 0 token by token, above it in distribution.
+Shapes: B rows, K block size, V vocabulary.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_core.evaluation.drafts import Draft, Proposal
+from dflash_core.batches.split import uniform_bits
+from dflash_core.evaluation.drafts import Draft, NoDraft, Proposal
 from dflash_core.evaluation.target import VerifyingTarget
 
 
@@ -25,9 +29,20 @@ class Sampling:
     temperature: float = 0.0
     seed: int = 0
 
-    def generator(self, device: torch.device) -> torch.Generator | None:
-        """A fresh source of randomness; None at temperature 0."""
-        return torch.Generator(device).manual_seed(self.seed) if self.temperature > 0 else None
+    def generator(self, device: torch.device, number: int) -> torch.Generator | None:
+        """A fresh source of randomness for prompt `number`; None at temperature 0."""
+        if self.temperature == 0:
+            return None
+        return torch.Generator(device).manual_seed(uniform_bits("decode", self.seed, number) >> 1)
+
+
+class Step(NamedTuple):
+    """One verification."""
+
+    accepted: int
+    """Proposals that stood, 0 .. K-1; counted before a stop token cuts the output, as serving engines do."""
+    refused: int | None
+    """The first proposal that fell; None: all stood."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +51,20 @@ class Generation:
 
     tokens: tuple[int, ...]
     """New tokens, the stop token included."""
-    histogram: tuple[int, ...]
-    """[K]: verification steps that accepted 0, 1, ... K-1 proposals. Counted before a stop token cuts the output, as
-    serving engines do. Empty without a draft."""
+    block_size: int
+    """K; 1 without a draft."""
+    steps: tuple[Step, ...]
+    """The first token is the prompt's; then each step adds its accepted proposals and one token of the target's own."""
     seconds: float
-    """Wall time after the prompt was read."""
+    """Wall time after the prompt was read, of each step the share of one of the rows in it."""
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """[K]: verification steps that accepted 0, 1, ... K-1 proposals."""
+        counts = [0] * self.block_size
+        for step in self.steps:
+            counts[step.accepted] += 1
+        return tuple(counts)
 
 
 def verify(
@@ -80,43 +104,91 @@ def verify(
     return accepted, int(torch.multinomial(rest, 1, generator=generator))
 
 
-def generate(target: VerifyingTarget, draft: Draft, prompt: Sequence[int], sampling: Sampling) -> Generation:
-    """Decode with a draft; `prompt` holds at least one token."""
-    device, K = target.device, draft.block_size
-    generator = sampling.generator(device)
+@dataclass
+class _Row:
+    """A sequence under way."""
+
+    number: int
+    generator: torch.Generator | None
+    out: list[int]
+    steps: list[Step] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def decode(
+    target: VerifyingTarget,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    batch: int = 1,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Generation]:
+    """Decode prompts of at least one token each, `batch` at a time; a finished one makes room for the next.
+
+    Returns:
+        A generation for each prompt, in their order. `on_done` is called with how many there are already.
+    """
+    waiting, running, done = deque(enumerate(prompts)), list[_Row](), dict[int, Generation]()
     target.begin()
     draft.begin()
-    ids = torch.tensor([list(prompt)], device=device)
-    logits, features = target.prefill(ids)
-    draft.observe(ids, features)
-    out = [_pick(logits[-1], sampling.temperature, generator)]
-    histogram = [0] * K
-    began = time.perf_counter()
-    while not _finished(out, sampling):
-        proposal = draft.propose(out[-1], generator)
-        proposal = Proposal(proposal.tokens.to(device), proposal.probabilities)
-        block = torch.cat((torch.tensor([out[-1]], device=device), proposal.tokens))[None]
-        logits, features = target.score(block)
-        accepted, following = verify(proposal, logits, sampling.temperature, generator)
-        target.keep(accepted + 1)
-        draft.observe(block[:, : accepted + 1], features[:, : accepted + 1])
-        histogram[accepted] += 1
-        out += [*proposal.tokens[:accepted].tolist(), following]
-        out = _cut(out, sampling)
-    return Generation(tuple(out), tuple(histogram), time.perf_counter() - began)
+    while waiting or running:
+        while waiting and len(running) < batch:
+            running.append(_admit(target, draft, *waiting.popleft(), sampling))
+        going = [i for i, row in enumerate(running) if not _finished(row.out, sampling)]
+        if len(going) == len(running):
+            _step(target, draft, running, sampling)
+            continue
+        for row in running:
+            if _finished(row.out, sampling):
+                done[row.number] = Generation(tuple(row.out), draft.block_size, tuple(row.steps), row.seconds)
+        if on_done is not None:
+            on_done(len(done))
+        target.select(going)
+        draft.select(going)
+        running = [running[i] for i in going]
+    return [done[number] for number in range(len(prompts))]
+
+
+def generate(target: VerifyingTarget, draft: Draft, prompt: Sequence[int], sampling: Sampling) -> Generation:
+    """Decode one prompt with a draft."""
+    return decode(target, draft, [prompt], sampling)[0]
 
 
 def generate_plain(target: VerifyingTarget, prompt: Sequence[int], sampling: Sampling) -> Generation:
-    """Decode token by token, without a draft."""
-    generator = sampling.generator(target.device)
-    target.begin()
-    logits, _ = target.prefill(torch.tensor([list(prompt)], device=target.device))
-    out = [_pick(logits[-1], sampling.temperature, generator)]
+    """Decode one prompt token by token, without a draft."""
+    return generate(target, NoDraft(), prompt, sampling)
+
+
+def _admit(target: VerifyingTarget, draft: Draft, number: int, prompt: Sequence[int], sampling: Sampling) -> _Row:
+    """Read a prompt into a new last row and pick its first token."""
+    ids = torch.tensor([list(prompt)], device=target.device)
+    generator = sampling.generator(target.device, number)
+    logits, features = target.admit(ids)
+    draft.admit(ids, features)
+    return _Row(number, generator, [_pick(logits, sampling.temperature, generator)])
+
+
+def _step(target: VerifyingTarget, draft: Draft, rows: Sequence[_Row], sampling: Sampling) -> None:
+    """Draft, verify and keep, once for every row."""
     began = time.perf_counter()
-    while not _finished(out, sampling):
-        logits, _ = target.prefill(torch.tensor([[out[-1]]], device=target.device))
-        out.append(_pick(logits[-1], sampling.temperature, generator))
-    return Generation(tuple(out), (), time.perf_counter() - began)
+    anchors = [row.out[-1] for row in rows]
+    proposal = draft.propose(anchors, [row.generator for row in rows])
+    proposal = Proposal(proposal.tokens.to(target.device), proposal.probabilities)
+    block = torch.cat((torch.tensor(anchors, device=target.device)[:, None], proposal.tokens), 1)
+    logits, features = target.score(block)
+    counts = []
+    for index, row in enumerate(rows):
+        accepted, following = verify(proposal.row(index), logits[index], sampling.temperature, row.generator)
+        drafted = proposal.tokens[index].tolist()
+        row.steps.append(Step(accepted, drafted[accepted] if accepted < len(drafted) else None))
+        row.out += _cut([*drafted[:accepted], following], sampling.max_new_tokens - len(row.out), sampling.stop_tokens)
+        counts.append(accepted + 1)
+    target.keep(counts)
+    draft.observe(block, features, counts)
+    share = (time.perf_counter() - began) / len(rows)
+    for row in rows:
+        row.seconds += share
 
 
 def _pick(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:
@@ -129,7 +201,7 @@ def _finished(out: Sequence[int], sampling: Sampling) -> bool:
     return len(out) >= sampling.max_new_tokens or out[-1] in sampling.stop_tokens
 
 
-def _cut(out: list[int], sampling: Sampling) -> list[int]:
+def _cut(new: Sequence[int], room: int, stop_tokens: frozenset[int]) -> Sequence[int]:
     """End after the first stop token and at the limit."""
-    end = next((i + 1 for i, token in enumerate(out) if token in sampling.stop_tokens), len(out))
-    return out[: min(end, sampling.max_new_tokens)]
+    end = next((i + 1 for i, token in enumerate(new) if token in stop_tokens), len(new))
+    return new[: min(end, room)]

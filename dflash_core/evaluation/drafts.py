@@ -1,5 +1,9 @@
-"""Things that propose the next tokens of a sequence: our drafter, and the n-gram model it is compared with."""
+"""Things that propose the next tokens of sequences: our drafter, what it is compared with, and nothing at all.
 
+Shapes: B rows, s tokens, K block size, L captured layers, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,32 +16,69 @@ from dflash_core.evaluation.ngram import NgramModel
 
 @dataclass(frozen=True)
 class Proposal:
-    """K-1 proposed tokens and the distributions they were drawn from."""
+    """K-1 proposed tokens of one row or of B rows, and the distributions they were drawn from."""
 
     tokens: Tensor
-    """int64 [K-1]."""
+    """int64 [(B,) K-1]."""
     probabilities: Tensor | None
-    """[K-1, V]; None: the draft was certain of each token (a distribution of one)."""
+    """[(B,) K-1, V]; None: the draft was certain of each token (a distribution of one)."""
+
+    def row(self, index: int) -> "Proposal":
+        """That of one of the rows."""
+        return Proposal(self.tokens[index], None if self.probabilities is None else self.probabilities[index])
+
+
+Generators = Sequence[torch.Generator | None]
+"""[B] each row's source of randomness; None: take the likeliest."""
 
 
 class Draft(Protocol):
-    """A source of proposals for one sequence at a time."""
+    """A source of proposals for some sequences at a time."""
 
     block_size: int
     """K: the anchor and K-1 proposals."""
 
     def begin(self) -> None:
-        """Forget everything: a new sequence."""
+        """Forget every row."""
 
-    def observe(self, tokens: Tensor, features: Tensor) -> None:
-        """Take in tokens [1, s] that the target has verified, with their features [1, s, L*H]."""
+    def admit(self, tokens: Tensor, features: Tensor) -> None:
+        """A new last row, whose prompt [1, s] the target has read, with its features [1, s, L*H]."""
 
-    def propose(self, anchor: int, generator: torch.Generator | None) -> Proposal:
-        """Propose what follows `anchor`, the token after all observed ones; without a generator the likeliest."""
+    def observe(self, tokens: Tensor, features: Tensor, counts: Sequence[int]) -> None:
+        """Take in the first `counts[b]` tokens of row b of [B, s], now verified, with their features [B, s, L*H]."""
+
+    def propose(self, anchors: Sequence[int], generators: Generators) -> Proposal:
+        """Propose what follows each row's anchor, the token after all observed ones."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+
+
+class NoDraft:
+    """Proposes nothing: the target alone, token by token."""
+
+    block_size = 1
+
+    def begin(self) -> None:
+        """Nothing is remembered."""
+
+    def admit(self, tokens: Tensor, features: Tensor) -> None:
+        """Nothing is remembered."""
+
+    def observe(self, tokens: Tensor, features: Tensor, counts: Sequence[int]) -> None:
+        """Nothing is remembered."""
+
+    def propose(self, anchors: Sequence[int], generators: Generators) -> Proposal:
+        """No token."""
+        del generators
+        return Proposal(torch.empty(len(anchors), 0, dtype=torch.int64), None)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Nothing is remembered."""
 
 
 class DrafterDraft:
-    """The trained drafter, with its cached context."""
+    """The trained drafter, with its cached contexts."""
 
     def __init__(
         self,
@@ -69,23 +110,38 @@ class DrafterDraft:
         self.begin()
 
     def begin(self) -> None:
-        self._context = ContextCache()
+        self._context = ContextCache(0)
 
     @torch.no_grad()
-    def observe(self, tokens: Tensor, features: Tensor) -> None:
+    def admit(self, tokens: Tensor, features: Tensor) -> None:
         del tokens
-        self._drafter.extend(self._context, torch.zeros_like(features) if self._zero else features)
+        row = ContextCache()
+        self._drafter.extend(row, self._seen(features))
+        self._context.join(row)
 
     @torch.no_grad()
-    def propose(self, anchor: int, generator: torch.Generator | None) -> Proposal:
-        anchors = torch.full((1, 1), anchor, device=self._embedding.device)
-        inputs = embed_blocks(self._embedding, anchors, self._drafter.config, self.block_size)
+    def observe(self, tokens: Tensor, features: Tensor, counts: Sequence[int]) -> None:
+        longest = max(counts)
+        del tokens
+        self._drafter.extend(self._context, self._seen(features[:, :longest]), counts)
+
+    @torch.no_grad()
+    def propose(self, anchors: Sequence[int], generators: Generators) -> Proposal:
+        tokens = torch.tensor(list(anchors), device=self._embedding.device)[:, None]
+        inputs = embed_blocks(self._embedding, tokens, self._drafter.config, self.block_size)
         hidden = self._drafter.draft(self._context, inputs)
-        logits = hidden[0, 1:] @ self._lm_head.t()
-        if generator is None or self._temperature == 0:
+        logits = hidden[:, 1:] @ self._lm_head.t()
+        if self._temperature == 0 or None in generators:
             return Proposal(logits.argmax(-1), None)
         probabilities = torch.softmax(logits.float() / self._temperature, -1)
-        return Proposal(torch.multinomial(probabilities, 1, generator=generator)[:, 0], probabilities)
+        drawn = [torch.multinomial(p, 1, generator=g)[:, 0] for p, g in zip(probabilities, generators, strict=True)]
+        return Proposal(torch.stack(drawn), probabilities)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._context.select(rows)
+
+    def _seen(self, features: Tensor) -> Tensor:
+        return torch.zeros_like(features) if self._zero else features
 
 
 class NgramDraft:
@@ -97,13 +153,21 @@ class NgramDraft:
         self.begin()
 
     def begin(self) -> None:
-        self._tokens: list[int] = []
+        self._rows: list[list[int]] = []
 
-    def observe(self, tokens: Tensor, features: Tensor) -> None:
+    def admit(self, tokens: Tensor, features: Tensor) -> None:
         del features
-        self._tokens += tokens[0].tolist()
+        self._rows.append(tokens[0].tolist())
 
-    def propose(self, anchor: int, generator: torch.Generator | None) -> Proposal:
-        del generator
-        tail = [*self._tokens[-self._model.n :], anchor]
-        return Proposal(torch.tensor(self._model.continuation(tail, self.block_size - 1)), None)
+    def observe(self, tokens: Tensor, features: Tensor, counts: Sequence[int]) -> None:
+        del features
+        for row, new, count in zip(self._rows, tokens.tolist(), counts, strict=True):
+            row += new[:count]
+
+    def propose(self, anchors: Sequence[int], generators: Generators) -> Proposal:
+        del generators
+        tails = [[*row[-self._model.n :], anchor] for row, anchor in zip(self._rows, anchors, strict=True)]
+        return Proposal(torch.tensor([self._model.continuation(tail, self.block_size - 1) for tail in tails]), None)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]

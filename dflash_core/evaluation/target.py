@@ -1,27 +1,27 @@
-"""The whole target with its key-value cache: scores a block, hands out features, forgets what was not accepted.
+"""The whole target with its cache, for several sequences at once: scores blocks, hands out features, forgets the rest.
 
-The trade-off: attention caches are cropped; states that cannot be (linear attention, sliding windows past their length)
-are kept from before the block and the accepted tokens run again, which costs one more pass for each block not wholly
-accepted but needs nothing from the architecture.
-Shapes: s tokens of a pass, L captured layers, H hidden size, V vocabulary.
+The trade-off: attention caches are shortened; states that cannot be (linear attention) are kept from before the block
+and the accepted tokens run again, one pass for each number of accepted tokens, which needs nothing from the
+architecture. Prompts are read one by one, so no state ever sees padding.
+Shapes: B rows, s tokens of a pass, L captured layers, H hidden size, V vocabulary.
 """
 
-import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoModelForCausalLM
 
+from dflash_core.evaluation.cache import CachedRows
 from dflash_core.training.target import load_frozen
 
 
 class VerifyingTarget:
-    """One sequence at a time, nothing trained."""
+    """Rows of tokens that it has read, nothing trained."""
 
     def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]) -> None:
         """
@@ -31,19 +31,17 @@ class VerifyingTarget:
         """
         self.device = next(model.parameters()).device
         self.model = cast(Any, model.eval())
-        self._captured: list[Tensor] = []
-        layers = self.model.get_decoder().layers
-        for layer in layer_ids:
-            layers[layer].register_forward_hook(self._hook())
+        self.layer_ids = layer_ids
         # transformers 5.40 drops the older name, earlier releases do not know the newer.
         names = inspect.signature(self.model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._config = self.model.config.get_text_config()
         self.begin()
 
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Tokens that end an answer, from the generation config and the model's config."""
-        named = (self.model.generation_config.eos_token_id, self.model.config.get_text_config().eos_token_id)
+        named = (self.model.generation_config.eos_token_id, self._config.eos_token_id)
         return frozenset(token for entry in named for token in ([entry] if isinstance(entry, int) else entry or []))
 
     @property
@@ -59,53 +57,94 @@ class VerifyingTarget:
         return weight.detach()
 
     def begin(self) -> None:
-        """Forget everything: a new sequence."""
-        self._cache = DynamicCache(config=self.model.config.get_text_config())
-        self._tokens = torch.empty(1, 0, dtype=torch.int64, device=self.device)
-        self._before: list[Any] | None = None
+        """Forget every row."""
+        self._rows = CachedRows([], [])
+        self._tokens = torch.empty(0, 0, dtype=torch.int64, device=self.device)
+        self._before: CachedRows | None = None
 
-    @torch.no_grad()
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Read a prompt [1, s]: logits after its last token [1, V] and features [1, s, L*H]."""
-        self._before = None
-        return self._pass(tokens, last_only=True)
+    def admit(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """Read a prompt [1, s] into a new last row: logits after its last token [V] and features [1, s, L*H]."""
+        row = CachedRows.empty(self._config)
+        logits, features = self._pass(row, prompt, last_only=True)
+        row.lengths = [prompt.shape[1]]
+        self._rows = self._rows.join(row)
+        return logits[0, -1], features
 
-    @torch.no_grad()
     def score(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Read a block [1, s]: logits after each token [s, V] and features [1, s, L*H]. Follow with `keep`."""
-        layers = self._cache.layers
-        croppable = all(type(layer) is DynamicLayer for layer in layers)
-        # DynamicLayer replaces its tensors, the others write into theirs.
-        self._before = None if croppable else [_copied(layer) for layer in layers]
-        return self._pass(tokens, last_only=False)
+        """Read a block [B, s]: logits after each token [B, s, V] and features [B, s, L*H]. Follow with `keep`."""
+        self._tokens = tokens
+        rejectable = self._rows.has_states and tokens.shape[1] > 1
+        self._before = self._rows.select(range(len(self._rows.lengths))) if rejectable else None
+        return self._pass(self._rows, tokens, last_only=False)
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Keep only the first `counts[b]` >= 1 tokens of row b of the last `score`."""
+        read = self._tokens.shape[1]
+        if min(counts) == read:
+            self._rows.lengths = [length + read for length in self._rows.lengths]
+        elif self._before is None:
+            self._rows.shorten(counts)
+        else:
+            self._rows = self._read_again(self._before, counts)
+        self._before = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        self._rows = self._rows.select(rows)
+
+    def features(self, tokens: Tensor, layer_ids: Sequence[int]) -> dict[int, Tensor]:
+        """Outputs [B, s, H] of any layers for right-padded `tokens` [B, s], apart from the rows."""
+        with self._captured(layer_ids) as outputs, torch.no_grad():
+            self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return outputs
+
+    def _read_again(self, before: CachedRows, counts: Sequence[int]) -> CachedRows:
+        """The rows as if only the kept tokens had been read."""
+        parts, order = CachedRows([], []), list[int]()
+        for count in sorted(set(counts)):
+            members = [row for row, kept in enumerate(counts) if kept == count]
+            part = (self._rows if count == self._tokens.shape[1] else before).select(members)
+            if count < self._tokens.shape[1]:
+                self._pass(part, self._tokens[members, :count], last_only=True)
+            part.lengths = [length + count for length in part.lengths]
+            parts, order = parts.join(part), order + members
+        return parts.select([order.index(row) for row in range(len(counts))])
 
     @torch.no_grad()
-    def keep(self, count: int) -> None:
-        """Keep only the first `count` >= 1 tokens of the last `score`."""
-        dropped = self._tokens.shape[1] - count
-        if dropped and self._before is None:
-            self._cache.crop(-dropped)
-        elif dropped and self._before is not None:
-            self._cache.layers = self._before
-            self._pass(self._tokens[:, :count], last_only=True)
+    def _pass(self, rows: CachedRows, tokens: Tensor, last_only: bool) -> tuple[Tensor, Tensor]:
+        """Read `tokens` into the layers of `rows`; their lengths are the caller's to move."""
+        options: dict[str, Any] = {self._cache_name: rows.as_cache(), "use_cache": True}
+        mask = rows.mask(tokens.shape[1], self.device)
+        if mask is not None:
+            starts = torch.tensor(rows.lengths, device=self.device)
+            options |= {
+                "attention_mask": mask,
+                "position_ids": starts[:, None] + torch.arange(tokens.shape[1], device=self.device),
+            }
+        with self._captured(self.layer_ids) as outputs:
+            logits: Tensor = self.model(input_ids=tokens, logits_to_keep=int(last_only), **options).logits
+        return logits, torch.cat([outputs[layer] for layer in self.layer_ids], -1)
 
-    def _pass(self, tokens: Tensor, last_only: bool) -> tuple[Tensor, Tensor]:
-        self._tokens, self._captured = tokens, []
-        options = {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": int(last_only)}
-        logits: Tensor = self.model(input_ids=tokens, **options).logits
-        return logits[0], torch.cat(self._captured, -1)
-
-    def _hook(self) -> Callable[[nn.Module, object, object], None]:
-        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            assert isinstance(hidden, Tensor)
-            self._captured.append(hidden)
-
-        return hook
+    @contextmanager
+    def _captured(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Outputs of the layers, filled while the model runs."""
+        outputs: dict[int, Tensor] = {}
+        layers = self.model.get_decoder().layers
+        handles = [layers[layer].register_forward_hook(_hook(outputs, layer)) for layer in layer_ids]
+        try:
+            yield outputs
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-def _copied(layer: Any) -> Any:
-    return copy.copy(layer) if type(layer) is DynamicLayer else copy.deepcopy(layer)
+def _hook(outputs: dict[int, Tensor], layer: int) -> Callable[[nn.Module, object, object], None]:
+    def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        assert isinstance(hidden, Tensor)
+        outputs[layer] = hidden
+
+    return hook
 
 
 def load_verifying_target(

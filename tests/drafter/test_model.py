@@ -160,7 +160,7 @@ def test_decoding_equals_training_however_the_context_arrives(
         drafter.extend(cache, features[:, first:last])
     torch.testing.assert_close(drafter.draft(cache, inputs[:, :block_size]), hidden[:, :block_size], rtol=0, atol=1e-12)
     drafter.extend(cache, features[:, 5:11])
-    assert cache.length == 11
+    assert cache.lengths == [11]
     for _ in range(2):  # drafting leaves the cache as it was
         torch.testing.assert_close(
             drafter.draft(cache, inputs[:, block_size:]), hidden[:, block_size:], rtol=0, atol=1e-12
@@ -176,6 +176,28 @@ def test_the_cache_grows_beyond_its_first_buffer(config: DrafterConfig, make_dra
     for first in range(0, 700, 70):
         drafter.extend(pieces, features[:, first : first + 70])
     torch.testing.assert_close(drafter.draft(whole, inputs), drafter.draft(pieces, inputs), rtol=0, atol=1e-12)
+
+
+def test_rows_of_unequal_length_draft_as_each_would_alone(any_config: DrafterConfig, make_drafter: MakeDrafter) -> None:
+    drafter, lengths = make_drafter(any_config), (3, 9, 1)
+    features, _, inputs = random_case(any_config, 3, 1)
+    together = ContextCache(0)
+    for row, length in enumerate(lengths):
+        one = ContextCache()
+        drafter.extend(one, features[row : row + 1, :length])
+        together.join(one)
+    later, counts = features[:, 9:13], (4, 1, 2)
+    drafter.extend(together, later, counts)
+    drafted = drafter.draft(together, inputs)
+    together.select([2, 0])
+    chosen = drafter.draft(together, inputs[[2, 0]])
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        alone = ContextCache()
+        drafter.extend(alone, torch.cat((features[row : row + 1, :length], later[row : row + 1, :count]), 1))
+        expected = drafter.draft(alone, inputs[row : row + 1])
+        torch.testing.assert_close(drafted[row : row + 1], expected, rtol=0, atol=1e-12)
+        if row in (2, 0):
+            torch.testing.assert_close(chosen[[2, 0].index(row)], expected[0], rtol=0, atol=1e-12)
 
 
 def test_gradient_checkpointing_and_padding_blocks_leave_gradients_as_they_are(

@@ -1,4 +1,4 @@
-"""Tiny random targets of three families, and a drafter for them."""
+"""Tiny random targets of several families, and a drafter for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,10 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -53,6 +57,10 @@ def make_target() -> Callable[[str, int], VerifyingTarget]:
         }
         if family == "llama":
             return VerifyingTarget(LlamaForCausalLM(LlamaConfig(**shape)), LAYER_IDS)
+        if family == "qwen2":
+            return VerifyingTarget(Qwen2ForCausalLM(Qwen2Config(**shape)), LAYER_IDS)
+        if family == "sliding":
+            return VerifyingTarget(MistralForCausalLM(MistralConfig(**shape, sliding_window=16)), LAYER_IDS)
         if family == "qwen3":
             return VerifyingTarget(Qwen3ForCausalLM(Qwen3Config(**shape)), LAYER_IDS)
         return VerifyingTarget(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape, **linear)), LAYER_IDS)

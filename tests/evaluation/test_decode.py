@@ -1,7 +1,7 @@
 """Drafting changes the speed of the target's output, never the output; and the counts are those of serving engines."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -12,87 +12,145 @@ from torch import Tensor
 
 from dflash_core.drafter.model import Drafter
 from dflash_core.evaluation.acceptance import acceptance_length, add, conditional_acceptance
-from dflash_core.evaluation.decode import Generation, Sampling, generate, generate_plain, verify
-from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft, Proposal
+from dflash_core.evaluation.decode import Generation, Sampling, Step, decode, generate, generate_plain, verify
+from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft, NoDraft, Proposal
 from dflash_core.evaluation.ngram import NgramModel
 from dflash_core.evaluation.target import VerifyingTarget
 
 MakeTarget = Callable[..., VerifyingTarget]
 PROMPT = list(range(5, 15))
+PROMPTS = [PROMPT, [9, 4, 33], list(range(40, 62)), [50, 2], [1, 1, 7, 7, 30, 12]]
 GREEDY = Sampling(60, frozenset())
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_5", "sliding"]
 
 
 class Prophet:
-    """Knows the output; errs at every `period`-th token, so that every number of accepted drafts occurs."""
+    """Knows the outputs; errs at every `period`-th token, so that every number of accepted drafts occurs."""
 
-    def __init__(self, output: tuple[int, ...], block_size: int, period: int) -> None:
-        self.block_size, self._output, self._period = block_size, output, period
-        self.features: list[Tensor] = []
+    def __init__(self, outputs: dict[tuple[int, ...], tuple[int, ...]], block_size: int, period: int) -> None:
+        """`outputs`: by prompt."""
+        self.block_size, self._outputs, self._period = block_size, outputs, period
+        self.features: dict[tuple[int, ...], list[Tensor]] = {}
         self.begin()
 
     def begin(self) -> None:
-        self._seen = 0
-        self.features = []
+        self._rows: list[tuple[tuple[int, ...], int]] = []
 
-    def observe(self, tokens: Tensor, features: Tensor) -> None:
-        self._seen += tokens.shape[1]
-        self.features.append(features[0])
+    def admit(self, tokens: Tensor, features: Tensor) -> None:
+        prompt = tuple(tokens[0].tolist())
+        self._rows.append((prompt, 0))
+        self.features[prompt] = [features[0]]
 
-    def propose(self, anchor: int, generator: torch.Generator | None) -> Proposal:
-        at = self._seen - len(PROMPT)
-        assert anchor == self._output[at]
-        ahead = [*self._output[at + 1 :], *[0] * self.block_size][: self.block_size - 1]
-        wrong = [(t + 1) % 64 if (at + i) % self._period == self._period - 1 else t for i, t in enumerate(ahead)]
-        return Proposal(torch.tensor(wrong), None)
+    def observe(self, tokens: Tensor, features: Tensor, counts: Sequence[int]) -> None:
+        for (prompt, _), new, count in zip(self._rows, features, counts, strict=True):
+            self.features[prompt].append(new[:count])
+        self._rows = [(prompt, seen + count) for (prompt, seen), count in zip(self._rows, counts, strict=True)]
+
+    def propose(self, anchors: Sequence[int], generators: Sequence[torch.Generator | None]) -> Proposal:
+        rows = zip(self._rows, anchors, strict=True)
+        return Proposal(torch.tensor([self._ahead(prompt, at, anchor) for (prompt, at), anchor in rows]), None)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+    def _ahead(self, prompt: tuple[int, ...], at: int, anchor: int) -> list[int]:
+        output = self._outputs[prompt]
+        assert anchor == output[at]
+        ahead = [*output[at + 1 :], *[0] * self.block_size][: self.block_size - 1]
+        return [(t + 1) % 64 if (at + i) % self._period == self._period - 1 else t for i, t in enumerate(ahead)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def without_a_cache(target: VerifyingTarget, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """The target's greedy output, the whole sequence read anew for every token."""
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_the_targets_own_token_by_token(
     make_target: MakeTarget, drafter: Drafter, family: str
 ) -> None:
     target = make_target(family)
     plain = generate_plain(target, PROMPT, GREEDY)
     assert len(set(plain.tokens)) > 8
+    assert plain.tokens == without_a_cache(target, PROMPT, 60)
     counted = NgramModel(3, [np.array([*PROMPT, *plain.tokens], np.int32)])
     drafts: list[Draft] = [
         DrafterDraft(drafter, target.embedding, target.lm_head),
         DrafterDraft(drafter, target.embedding, target.lm_head, block_size=3),
         DrafterDraft(drafter, target.embedding, target.lm_head, zero_features=True),
         NgramDraft(counted, 8),
-        Prophet(plain.tokens, 8, 5),
-        Prophet(plain.tokens, 4, 100),
+        Prophet({tuple(PROMPT): plain.tokens}, 8, 5),
+        Prophet({tuple(PROMPT): plain.tokens}, 4, 100),
     ]
     for draft in drafts:
         drafted = generate(target, draft, PROMPT, GREEDY)
         assert drafted.tokens == plain.tokens, draft
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
-def test_features_handed_to_the_draft_are_the_outputs_of_the_layers(make_target: MakeTarget, family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_features_handed_to_the_draft_are_the_outputs_of_the_layers(
+    make_target: MakeTarget, family: str, batch: int
+) -> None:
     target = make_target(family)
-    plain = generate_plain(target, PROMPT, GREEDY)
-    prophet = Prophet(plain.tokens, 6, 4)
-    generate(target, prophet, PROMPT, GREEDY)
-    seen = torch.cat(prophet.features)
-    ids = torch.tensor([[*PROMPT, *plain.tokens]])[:, : len(seen)]
-    with torch.no_grad():
-        states = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-    expected = torch.cat((states[0 + 1][0], states[2 + 1][0]), -1)
-    # Linear attention is computed in chunks, in fp32 whatever the model is in: other cuts, other rounding.
-    bound = 2e-3 if family == "qwen3_5" else 2e-5
-    torch.testing.assert_close(seen, expected[: len(seen)], rtol=0, atol=bound)
+    outputs = {tuple(p): generate_plain(target, p, GREEDY).tokens for p in PROMPTS[:batch]}
+    prophet = Prophet(outputs, 6, 4)
+    decode(target, prophet, PROMPTS[:batch], GREEDY, batch=batch)
+    for prompt, output in outputs.items():
+        seen = torch.cat(prophet.features[prompt])
+        ids = torch.tensor([[*prompt, *output]])[:, : len(seen)]
+        with torch.no_grad():
+            states = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        expected = torch.cat((states[0 + 1][0], states[2 + 1][0]), -1)
+        # Linear attention is computed in chunks, in fp32 whatever the model is in: other cuts, other rounding.
+        bound = 2e-3 if family == "qwen3_5" else 1e-4
+        torch.testing.assert_close(seen, expected[: len(seen)], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_decoded_together_give_what_each_gives_alone(
+    make_target: MakeTarget, drafter: Drafter, family: str
+) -> None:
+    """More prompts than places, of unequal length, ending at unequal times: rows come, go and are never mixed up."""
+    target = make_target(family)
+    plain = [generate_plain(target, prompt, GREEDY) for prompt in PROMPTS]
+    stop = plain[1].tokens[15]
+    sampling = Sampling(32, frozenset({stop}))
+    outputs = [generate_plain(target, prompt, sampling) for prompt in PROMPTS]
+    assert len({len(output.tokens) for output in outputs}) > 1
+    counted = NgramModel(3, [np.array([*p, *o.tokens], np.int32) for p, o in zip(PROMPTS, plain, strict=True)])
+    drafts: list[Draft] = [
+        NoDraft(),
+        DrafterDraft(drafter, target.embedding, target.lm_head),
+        NgramDraft(counted, 5),
+        Prophet({tuple(p): o.tokens for p, o in zip(PROMPTS, plain, strict=True)}, 8, 5),
+    ]
+    for draft in drafts:
+        alone = [generate(target, draft, prompt, sampling) for prompt in PROMPTS]
+        seen: list[int] = []
+        together = decode(target, draft, PROMPTS, sampling, batch=3, on_done=seen.append)
+        assert [g.tokens for g in together] == [o.tokens for o in outputs] == [g.tokens for g in alone], draft
+        assert [g.steps for g in together] == [g.steps for g in alone], draft
+        assert seen == sorted(seen)
+        assert seen[-1] == len(PROMPTS)
 
 
 def test_the_counts_are_of_verification_steps(make_target: MakeTarget) -> None:
     target = make_target("qwen3")
     plain = generate_plain(target, PROMPT, Sampling(61, frozenset()))
-    perfect = generate(target, Prophet(plain.tokens, 4, 1000), PROMPT, Sampling(61, frozenset()))
+    perfect = generate(target, Prophet({tuple(PROMPT): plain.tokens}, 4, 1000), PROMPT, Sampling(61, frozenset()))
     # The first token comes from the prompt; then 4 tokens a step.
     assert perfect.histogram == (0, 0, 0, 15)
+    assert perfect.steps == (Step(3, None),) * 15
     assert acceptance_length(perfect.histogram) == 4
-    hopeless = generate(target, Prophet(plain.tokens, 4, 1), PROMPT, Sampling(61, frozenset()))
+    hopeless = generate(target, Prophet({tuple(PROMPT): plain.tokens}, 4, 1), PROMPT, Sampling(61, frozenset()))
     assert hopeless.histogram == (60, 0, 0, 0)
     assert acceptance_length(hopeless.histogram) == 1
+    assert [step.refused for step in hopeless.steps] == [(token + 1) % 64 for token in plain.tokens[1:]]
 
 
 def test_output_ends_with_the_first_stop_token_or_at_the_limit(make_target: MakeTarget) -> None:
@@ -103,9 +161,9 @@ def test_output_ends_with_the_first_stop_token_or_at_the_limit(make_target: Make
         sampling = Sampling(60, frozenset({stop}))
         expected = plain.tokens[: plain.tokens.index(stop) + 1]
         assert generate_plain(target, PROMPT, sampling).tokens == expected
-        assert generate(target, Prophet(plain.tokens, 8, 100), PROMPT, sampling).tokens == expected
+        assert generate(target, Prophet({tuple(PROMPT): plain.tokens}, 8, 100), PROMPT, sampling).tokens == expected
     for limit in (1, 2, 9):
-        drafted = generate(target, Prophet(plain.tokens, 8, 100), PROMPT, Sampling(limit, frozenset()))
+        drafted = generate(target, Prophet({tuple(PROMPT): plain.tokens}, 8, 100), PROMPT, Sampling(limit, frozenset()))
         assert drafted.tokens == plain.tokens[:limit]
 
 
