@@ -97,22 +97,24 @@ def lines(index: int, rows: int, seed: int, pools: Pools) -> Iterator[str]:
         yield json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def write_files(out: Path, indices: range, rows: int, seed: int) -> int:
-    """Write some of the files; returns their bytes."""
+def write_files(out: Path, rows_of: dict[int, int], seed: int) -> int:
+    """Write some of the files, given as index -> rows; returns their bytes."""
     pools, size = paragraphs(), 0
-    for index in indices:
+    for index, rows in rows_of.items():
         path = out / f"part-{index:05d}.jsonl"
         path.write_text("".join(lines(index, rows, seed, pools)), encoding="utf8")
         size += path.stat().st_size
     return size
 
 
-def write_corpus(out: Path, files: int, rows: int = ROWS, seed: int = 0, processes: int = 2) -> int:
-    """Write all files; returns their bytes."""
+def write_corpus(out: Path, files: int, rows: int = ROWS, seed: int = 0, last: int | None = None) -> int:
+    """Write all files, the last one with `last` rows, in two processes; returns their bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    shares = [range(first, files, processes) for first in range(min(processes, files))]
+    rows_of = dict.fromkeys(range(files), rows)
+    rows_of[files - 1] = last or rows
+    shares = [{index: rows_of[index] for index in range(first, files, 2)} for first in range(min(2, files))]
     with ProcessPoolExecutor(len(shares)) as pool:
-        return sum(pool.map(write_files, [out] * len(shares), shares, [rows] * len(shares), [seed] * len(shares)))
+        return sum(pool.map(write_files, [out] * len(shares), shares, [seed] * len(shares)))
 
 
 def main() -> None:

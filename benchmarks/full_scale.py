@@ -1,9 +1,13 @@
 """The whole corpus at its real size through `dflash tokenize`: time, memory, and a run that is killed at half.
 
     python benchmarks/full_scale.py --tokenizer DIR --json OUT [--files 1805] [--rows 500] [--work DIR]
+                                    [--like DIR] [--full JSON]
 
 Makes the files (`corpus.py`), puts them into the embedded store, tokenizes all once without a break and once more under
-another prefix with SIGKILL at half; both have to end in the same bytes. Needs 20 GB of free disk at full size.
+another prefix with SIGKILL at half; both have to end in the same bytes. Needs 20 GB of free disk at full size. `--like`
+compares the speed on the generated files with that on the files of a folder; `--full` takes the numbers of a whole run
+and says, beside `--files 181`, whether time and memory are linear in rows. A bar that is missed is named, with exit
+code 1.
 """
 
 # ruff: noqa: E402 - the folder holds a tokenize.py, which must not hide the standard library's: it leaves the path
@@ -22,6 +26,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,62 +34,68 @@ from pathlib import Path
 import psutil
 
 from benchmarks.corpus import ROWS, write_corpus
-from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
+from benchmarks.tokenize import rate, recipe, tokenize_files
+from dflash_core.recipe import Recipe, Tokenization
 from dflash_core.records import ShardManifest
 from dflash_core.storage.embedded import embedded_store, ensure_bucket
 from dflash_core.storage.store import Store, list_sources, open_stores
+from dflash_core.tokenization.files import FileTokenizer
 
-FILES = 1805
+FILES, LAST_ROWS = 1805, 87
+"""1,804 files of 500 rows and one of 87: 902,087 rows."""
+LIKE_FILES = 6
 BYTES_A_ROW = 22_000
 """Of disk: the text here, in the store and compressed as shards, twice, with room to breathe."""
-BUCKET = "full-scale"
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE_S = 0.5
 
+MAX_WALL_S = 240.0
+MAX_RESIDENT_MB = 1500.0
+FLAT = 1.1
+"""Times what is resident at the 100th file."""
+LINEAR = 1.15
+ALIKE = 0.15
 
-def recipe(tokenizer: Path, prefix: str) -> Recipe:
+Numbers = dict[str, float]
+
+
+def settings_of(tokenizer: Path, prefix: str) -> Recipe:
     """As in production, but for the name of the bucket."""
-    return Recipe(
-        name="full-scale",
-        source=Source(bucket=BUCKET, prefix="completions/"),
-        storage=Storage(bucket=BUCKET, prefix=prefix),
-        target=Target(path=tokenizer),
-        tokenization=Tokenization(),
-    )
+    given = recipe(tokenizer)
+    storage = given.storage.model_copy(update={"prefix": prefix})
+    return given.model_copy(update={"storage": storage, "tokenization": Tokenization()})
 
 
 def as_toml(settings: Recipe) -> str:
     """The few tables that differ from the defaults."""
     return (
-        f'name = "{settings.name}"\n[source]\nbucket = "{BUCKET}"\nprefix = "{settings.source.prefix}"\n'
-        f'[storage]\nbucket = "{BUCKET}"\nprefix = "{settings.storage.prefix}"\n'
+        f'name = "{settings.name}"\n[source]\n'
+        f'bucket = "{settings.source.bucket}"\nprefix = "{settings.source.prefix}"\n'
+        f'[storage]\nbucket = "{settings.storage.bucket}"\nprefix = "{settings.storage.prefix}"\n'
         f'[target]\npath = "{settings.target.path}"\n'
     )
 
 
 class Memory(threading.Thread):
-    """Samples what a process and its descendants hold together."""
+    """Samples what a process and its descendants hold together; pages that they share count once for each."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._pid = pid
-        self.samples: list[tuple[float, int]] = []
-        """(seconds, resident bytes)."""
+        self.samples: list[int] = []
+        """Resident bytes."""
 
     def run(self) -> None:
         """Until the process has ended."""
-        began = time.monotonic()
-        while True:
+        while psutil.pid_exists(self._pid):
             try:
                 process = psutil.Process(self._pid)
                 family = [process, *process.children(recursive=True)]
                 resident = sum(member.memory_info().rss for member in family)
             except psutil.NoSuchProcess:
-                if not psutil.pid_exists(self._pid):
-                    return
                 continue
             if resident:  # a process that has ended and was not waited for yet holds nothing
-                self.samples.append((time.monotonic() - began, resident))
+                self.samples.append(resident)
             time.sleep(SAMPLE_S)
 
 
@@ -108,7 +119,7 @@ def manifests(derived: Store) -> int:
     return sum(key.endswith(".json") for key in keys)
 
 
-def uninterrupted(settings: Recipe, work: Path, files: int) -> dict[str, float]:
+def uninterrupted(settings: Recipe, work: Path, files: int) -> Numbers:
     """Wall time and memory of one run."""
     began = time.monotonic()
     process = start(settings, work)
@@ -122,7 +133,7 @@ def uninterrupted(settings: Recipe, work: Path, files: int) -> dict[str, float]:
             at_100 = len(memory.samples)
     finish(process)
     wall = time.monotonic() - began
-    resident = [amount / 1e6 for _, amount in memory.samples]
+    resident = [amount / 1e6 for amount in memory.samples]
     since = resident[at_100 or 0 :] or resident[-1:]
     return {
         "wall_s": wall,
@@ -132,7 +143,7 @@ def uninterrupted(settings: Recipe, work: Path, files: int) -> dict[str, float]:
     }
 
 
-def killed_at_half(settings: Recipe, work: Path, files: int) -> dict[str, float]:
+def killed_at_half(settings: Recipe, work: Path, files: int) -> Numbers:
     """SIGKILL at half, then the same command: what was done is not done again."""
     derived = open_stores(settings).derived
     process = start(settings, work)
@@ -158,7 +169,7 @@ def _modified(derived: Store) -> dict[str, datetime]:
     }
 
 
-def totals(derived: Store) -> dict[str, int]:
+def totals(derived: Store) -> Numbers:
     """Rows and tokens over all manifests."""
     keys = [key for key, _, _ in derived.list("tokenized_shards/") if key.endswith(".json")]
     with ThreadPoolExecutor(16) as pool:
@@ -172,12 +183,28 @@ def totals(derived: Store) -> dict[str, int]:
     }
 
 
-def measure(tokenizer: Path, files: int, rows: int, work: Path) -> dict[str, object]:
+def alike(tokenizer: Path, made: Path, other: Path, work: Path) -> Numbers:
+    """Speed on some of the generated files over that on as many others: the generated text is no easier."""
+    ours, theirs = (sorted(folder.glob("*.jsonl"))[:LIKE_FILES] for folder in (made, other))
+    if len(theirs) < LIKE_FILES:
+        sys.exit(f"{other} holds {len(theirs)} *.jsonl files; give a folder of at least {LIKE_FILES}")
+    encoder = FileTokenizer(recipe(tokenizer))
+    tokenize_files(encoder, [ours[0], theirs[0]], work)
+    speeds = [rate(lambda: tokenize_files(encoder, files[1:], work)) for files in (ours, theirs)]  # noqa: B023
+    return {
+        "generated_mtok_per_cpu_s": speeds[0],
+        "like_mtok_per_cpu_s": speeds[1],
+        "like_ratio": speeds[0] / speeds[1],
+    }
+
+
+def measure(tokenizer: Path, files: int, rows: int, work: Path, like: Path | None) -> dict[str, object]:
     """All numbers."""
-    made = write_corpus(work / "corpus", files, rows)
+    made = write_corpus(work / "corpus", files, rows, last=LAST_ROWS if (files, rows) == (FILES, ROWS) else None)
+    compared = alike(tokenizer, work / "corpus", like, work) if like else {}
     with embedded_store(work / "store"):
-        ensure_bucket(BUCKET)
-        first, second = (recipe(tokenizer.resolve(), f"{name}/") for name in ("whole", "killed"))
+        first, second = (settings_of(tokenizer.resolve(), f"{name}/") for name in ("whole", "killed"))
+        ensure_bucket(first.storage.bucket)
         stores = open_stores(first)
         with ThreadPoolExecutor(8) as pool:
             paths = sorted((work / "corpus").iterdir())
@@ -191,6 +218,7 @@ def measure(tokenizer: Path, files: int, rows: int, work: Path) -> dict[str, obj
         return {
             **totals(stores.derived),
             "source_bytes": made,
+            **compared,
             **whole,
             **killed,
             "byte_equal": objects[0] == objects[1],
@@ -199,26 +227,62 @@ def measure(tokenizer: Path, files: int, rows: int, work: Path) -> dict[str, obj
         }
 
 
+def against_full(tenth: dict[str, object], full: dict[str, object]) -> Numbers:
+    """What a whole run cost, over what this one extrapolates to (1.0: exactly linear, or equally much memory)."""
+    rows = full["rows_read"] / tenth["rows_read"]  # type: ignore[operator]
+    return {
+        "full_wall_over_linear": full["wall_s"] / (tenth["wall_s"] * rows),  # type: ignore[operator]
+        "full_peak_over_tenth": full["peak_resident_mb"] / tenth["peak_resident_mb"],  # type: ignore[operator]
+    }
+
+
+def missed(numbers: dict[str, object]) -> Iterator[str]:
+    """A sentence for each bar that these numbers miss."""
+    flat = numbers["peak_resident_mb_after_100th_file"] / numbers["resident_mb_at_100th_file"]  # type: ignore[operator]
+    most = {
+        "wall_s": MAX_WALL_S,
+        "peak_resident_mb": MAX_RESIDENT_MB,
+        "objects_written_again": 0,
+        "growth of memory after the 100th file": FLAT,
+        "full_wall_over_linear": LINEAR,
+        "full_peak_over_tenth": LINEAR,
+        "difference in speed from the other files": ALIKE,
+    }
+    found = {**numbers, "growth of memory after the 100th file": flat}
+    if "like_ratio" in numbers:
+        found["difference in speed from the other files"] = abs(numbers["like_ratio"] - 1)  # type: ignore[operator]
+    for name, bar in most.items():
+        if name in found and found[name] > bar:  # type: ignore[operator]
+            yield f"{name} is {found[name]:.2f}, at most {bar:g} wanted"
+    if not numbers["byte_equal"]:
+        yield "the killed run did not end in the bytes of the whole one"
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer folder")
     parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a roomy disk")
     parser.add_argument("--files", type=int, default=FILES)
     parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a roomy disk")
+    parser.add_argument("--full", type=Path, help="the numbers of a whole run, to compare with")
+    parser.add_argument("--like", type=Path, help="a folder of other files, whose speed is compared")
     arguments = parser.parse_args()
-    needed = arguments.files * arguments.rows * BYTES_A_ROW
-    free = shutil.disk_usage(arguments.work).free
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    needed, free = arguments.files * arguments.rows * BYTES_A_ROW, shutil.disk_usage(arguments.work).free
     if free < needed:
         sys.exit(f"{arguments.work} has {free >> 30} GB free, this needs {(needed >> 30) + 1}; give another --work")
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
-        numbers = measure(arguments.tokenizer, arguments.files, arguments.rows, Path(work))
+        numbers = measure(arguments.tokenizer, arguments.files, arguments.rows, Path(work), arguments.like)
+    if arguments.full:
+        numbers |= against_full(numbers, json.loads(arguments.full.read_text(encoding="utf8")))
     for name, value in numbers.items():
-        print(f"{name:34} {value:.1f}" if isinstance(value, float) else f"{name:34} {value}")
+        print(f"{name:34} {value:.2f}" if isinstance(value, float) else f"{name:34} {value}")
     arguments.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf8")
-    if not numbers["byte_equal"] or numbers["objects_written_again"]:
-        sys.exit("the killed run did not end as the whole one, or did again what was done")
+    problems = list(missed(numbers))
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":

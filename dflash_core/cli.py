@@ -8,6 +8,7 @@ Heavy imports happen inside the commands, so that `--help` and the data commands
 
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -63,21 +64,28 @@ def tokenize(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAU
 
     settings = open_recipe(recipe)
     sources = _sources(settings, partitions)
-    good: list[FileDone] = []
+    totals: Counter[str] = Counter()  # sums, not outcomes: memory stays flat over any number of files
     failed = 0
     with _progress("tokenize", len(sources)) as advance:
         for done, outcome in enumerate(process_files(settings, sources), 1):
             advance(done, len(sources))
             if isinstance(outcome, FileDone):
-                good.append(outcome)
+                manifest = outcome.manifest
+                totals.update(
+                    files=1,
+                    skipped=int(outcome.skipped),
+                    read=manifest.rows_read,
+                    kept=manifest.rows_kept,
+                    rejected=manifest.rows_rejected,
+                    tokens=manifest.tokens,
+                )
             else:
                 failed += 1
                 errors.print(f"failed: {outcome.source.uri}: {outcome.reason}", style="red")
-    manifests = [outcome.manifest for outcome in good]
     print(
-        f"{len(good)} of {len(sources)} files, {sum(o.skipped for o in good)} of them still valid: "
-        f"{sum(m.rows_read for m in manifests):,} rows read, {sum(m.rows_kept for m in manifests):,} kept, "
-        f"{sum(m.rows_rejected for m in manifests):,} rejected, {sum(m.tokens for m in manifests):,} tokens"
+        f"{totals['files']} of {len(sources)} files, {totals['skipped']} of them still valid: "
+        f"{totals['read']:,} rows read, {totals['kept']:,} kept, {totals['rejected']:,} rejected, "
+        f"{totals['tokens']:,} tokens"
     )
     raise typer.Exit(1 if failed else 0)
 
