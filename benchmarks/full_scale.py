@@ -26,7 +26,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -97,6 +97,16 @@ class Memory(threading.Thread):
             if resident:  # a process that has ended and was not waited for yet holds nothing
                 self.samples.append(resident)
             time.sleep(SAMPLE_S)
+
+
+def upload(corpus: Path, source: Store) -> None:
+    """Move the files into the store."""
+    paths = sorted(corpus.iterdir())
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda path: source.put(path.name, path.read_bytes()), paths))
+    if len(list_sources(source)) != len(paths):
+        sys.exit("the store does not list what was put into it")
+    shutil.rmtree(corpus)
 
 
 def start(settings: Recipe, work: Path) -> subprocess.Popen[bytes]:
@@ -206,12 +216,7 @@ def measure(tokenizer: Path, files: int, rows: int, work: Path, like: Path | Non
         first, second = (settings_of(tokenizer.resolve(), f"{name}/") for name in ("whole", "killed"))
         ensure_bucket(first.storage.bucket)
         stores = open_stores(first)
-        with ThreadPoolExecutor(8) as pool:
-            paths = sorted((work / "corpus").iterdir())
-            list(pool.map(lambda path: stores.source.put(path.name, path.read_bytes()), paths))
-        shutil.rmtree(work / "corpus")
-        if len(list_sources(stores.source)) != files:
-            sys.exit("the store does not list what was put into it")
+        upload(work / "corpus", stores.source)
         whole = uninterrupted(first, work, files)
         killed = killed_at_half(second, work, files)
         objects = [{k: (size, etag) for k, size, etag in open_stores(s).derived.list()} for s in (first, second)]
@@ -258,6 +263,21 @@ def missed(numbers: dict[str, object]) -> Iterator[str]:
         yield "the killed run did not end in the bytes of the whole one"
 
 
+def check_space(work: Path, files: int, rows: int) -> None:
+    """Make the folder; rather refuse now than after twenty minutes."""
+    work.mkdir(parents=True, exist_ok=True)
+    needed, free = files * rows * BYTES_A_ROW, shutil.disk_usage(work).free
+    if free < needed:
+        sys.exit(f"{work} has {free >> 30} GB free, this needs {(needed >> 30) + 1}; give another --work")
+
+
+def report(numbers: Mapping[str, object], path: Path) -> None:
+    """Print and write."""
+    for name, value in numbers.items():
+        print(f"{name:34} {value:.2f}" if isinstance(value, float) else f"{name:34} {value}")
+    path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf8")
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -269,17 +289,12 @@ def main() -> None:
     parser.add_argument("--full", type=Path, help="the numbers of a whole run, to compare with")
     parser.add_argument("--like", type=Path, help="a folder of other files, whose speed is compared")
     arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    needed, free = arguments.files * arguments.rows * BYTES_A_ROW, shutil.disk_usage(arguments.work).free
-    if free < needed:
-        sys.exit(f"{arguments.work} has {free >> 30} GB free, this needs {(needed >> 30) + 1}; give another --work")
+    check_space(arguments.work, arguments.files, arguments.rows)
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         numbers = measure(arguments.tokenizer, arguments.files, arguments.rows, Path(work), arguments.like)
     if arguments.full:
         numbers |= against_full(numbers, json.loads(arguments.full.read_text(encoding="utf8")))
-    for name, value in numbers.items():
-        print(f"{name:34} {value:.2f}" if isinstance(value, float) else f"{name:34} {value}")
-    arguments.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf8")
+    report(numbers, arguments.json)
     problems = list(missed(numbers))
     if problems:
         sys.exit("\n".join(problems))
