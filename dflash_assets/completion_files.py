@@ -15,15 +15,15 @@ from dflash_assets.partitions import completion_files, sources_of
 from dflash_assets.resources import RecipeResource
 from dflash_core import TOKENIZATION_VERSION
 from dflash_core.errors import UserError
+from dflash_core.quality.file_picture import file_picture
 from dflash_core.quality.histogram import at_most, quantiles
-from dflash_core.quality.plots import file_plot
 from dflash_core.recipe import Recipe
 from dflash_core.records import ShardManifest
 from dflash_core.storage.store import Store, open_stores
 from dflash_core.tokenization.objects import FileDone
 from dflash_core.tokenization.pipeline import process_files
 
-FILES_PER_RUN = 50
+FILES_PER_RUN = 250
 OWNERS = ["team:data"]
 
 raw_completions = dg.AssetSpec(
@@ -147,7 +147,7 @@ def _materializations(
                 "rows rendered": statistics.rows_rendered,
                 "median supervised tokens": quantiles(statistics.supervised)["median"],
                 "near-empty share": round(near_empty / statistics.rows_rendered, 4),
-                "picture": picture(file_plot(statistics)),
+                "picture": picture(file_picture(statistics), "svg+xml"),
             },
         ),
     }

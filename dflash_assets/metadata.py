@@ -1,6 +1,7 @@
 """Forms of metadata that several assets share."""
 
 import base64
+from typing import Literal
 
 import dagster as dg
 
@@ -8,9 +9,9 @@ GROUP = "dflash"
 """One group: the whole lineage is one picture when the UI opens."""
 
 
-def picture(png: bytes) -> dg.MarkdownMetadataValue:
-    """A PNG that the UI shows in place."""
-    return dg.MetadataValue.md(f"![picture](data:image/png;base64,{base64.b64encode(png).decode()})")
+def picture(image: bytes, kind: Literal["png", "svg+xml"] = "png") -> dg.MarkdownMetadataValue:
+    """A picture that the UI shows in place."""
+    return dg.MetadataValue.md(f"![picture](data:image/{kind};base64,{base64.b64encode(image).decode()})")
 
 
 def file_uri(uri: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,3 +44,34 @@ def quantiles(counts: Mapping[int, int]) -> dict[str, int]:
 def at_most(counts: Mapping[int, int], limit: int) -> int:
     """Rows whose value is at most `limit`."""
     return sum(rows for value, rows in counts.items() if value <= limit)
+
+
+@dataclass(frozen=True)
+class Bins:
+    """A histogram in bins of equal width, for drawing; what lies beyond the last edge is in the last bin."""
+
+    edges: NDArray[np.int64]
+    """One more than bins, from 0."""
+    inside: NDArray[np.int64]
+    """Rows a bin whose value lies in the window that was asked for."""
+    outside: NDArray[np.int64]
+    """All other rows a bin."""
+    highest: int
+    """The largest value there is."""
+
+
+def equal_bins(counts: Histogram, bins: int, window: tuple[int, int] | None) -> Bins:
+    """Bins up to where the tail gets thin; `window` (low, high) names values that are counted apart. Needs a row."""
+    values, rows = np.array(list(counts)), np.array(list(counts.values()))
+    p90, p995 = values[np.searchsorted(np.cumsum(rows), np.array([0.9, 0.995]) * rows.sum())]
+    reach = max(bins, min(3 * p90, p995))
+    step = max(1, -(-int(reach + 1) // bins))
+    edges = np.arange(0, reach + step + 1, step)
+    places = np.minimum(values // step, len(edges) - 2)
+    low, high = window or (0, -1)
+    within = (values >= low) & (values <= high)
+    inside, outside = (
+        np.bincount(places[where], rows[where], minlength=len(edges) - 1).astype(np.int64)
+        for where in (within, ~within)
+    )
+    return Bins(edges, inside, outside, int(values[-1]))

@@ -1,11 +1,10 @@
-"""Pictures of the statistics as PNG bytes, for Dagster's metadata and the report.
+"""Pictures of the merged statistics as PNG bytes, for Dagster's metadata and the report.
 
 Drawn with matplotlib's object interface on Agg: no pyplot, no global state, safe in threads and without a display.
 """
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,27 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dflash_core.quality.flags import TRUNCATED
-from dflash_core.quality.histogram import Histogram, quantiles
+from dflash_core.quality.file_picture import AMBER, BINS, BLUE, GRID, INK, MUTED, RED, short
+from dflash_core.quality.histogram import Histogram, equal_bins, quantiles
 from dflash_core.quality.statistics import Counts, FileStatistics, MergedStatistics, Spike
 
-INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e7eb"
-BLUE, RED, AMBER, TEAL = "#4a78b5", "#d1404f", "#e3a33a", "#6fa8a0"
-BINS = 48
 BARS = 7
 WORST_FILES = 10
-
-
-def file_plot(statistics: FileStatistics) -> bytes:
-    """One small picture of a file: supervised tokens, lengths, and what became of its rows.
-
-    Drawn for every one of maybe thousands of files, hence with fixed places instead of a layout engine.
-    """
-    figure = _figure(9.6, 2.7, layout=None)
-    supervised_axes(figure.add_axes((0.055, 0.19, 0.335, 0.68)), statistics)
-    lengths_axes(figure.add_axes((0.455, 0.19, 0.215, 0.68)), statistics)
-    rows_axes(figure.add_axes((0.815, 0.19, 0.175, 0.68)), statistics)
-    return _png(figure)
 
 
 def merged_plot(merged: MergedStatistics, files: Sequence[FileStatistics]) -> bytes:
@@ -76,16 +60,6 @@ def lost_axes(axes: Axes, counts: Counts) -> None:
     _bars(axes, lost, colours, "Rejected (red) and dropped (amber) rows", rendered=counts.rows_read)
 
 
-def rows_axes(axes: Axes, counts: Counts) -> None:
-    """What became of the rows of one file: kept, dropped, rejected, by reason, and how many the engine cut short."""
-    truncated = counts.flagged(TRUNCATED)
-    rows = {"kept": counts.rows_kept, **counts.dropped, **counts.rejected}
-    colours = {"kept": BLUE, **dict.fromkeys(counts.dropped, AMBER), **dict.fromkeys(counts.rejected, RED)}
-    if truncated:
-        rows["(ended by length)"], colours["(ended by length)"] = truncated, TEAL
-    _bars(axes, rows, colours, "Rows", rendered=counts.rows_read)
-
-
 def worst_files_axes(axes: Axes, files: Sequence[FileStatistics]) -> None:
     """The files that lost the largest share of their rows."""
     worst = worst_files(files)[:WORST_FILES]
@@ -119,24 +93,16 @@ def _histogram_axes(axes: Axes, counts: Histogram, spike: Spike | None) -> None:
     if not counts:
         axes.text(0.5, 0.5, "no rows", transform=axes.transAxes, ha="center", va="center", color=MUTED)
         return
-    values, rows = np.array(list(counts)), np.array(list(counts.values()))
-    p90, p995 = values[np.searchsorted(np.cumsum(rows), np.array([0.9, 0.995]) * rows.sum())]
-    reach = max(BINS, min(3 * p90, p995))
-    step = max(1, -(-int(reach + 1) // BINS))
-    edges = np.arange(0, reach + step + 1, step)
-    bins = np.minimum(values // step, len(edges) - 2)
-    in_spike = (values >= spike.low) & (values <= spike.high) if spike else np.zeros(len(values), bool)
-    plain, special = (
-        np.bincount(bins[where], rows[where], minlength=len(edges) - 1) for where in (~in_spike, in_spike)
-    )
+    bins = equal_bins(counts, BINS, (spike.low, spike.high) if spike else None)
+    edges, plain, special, highest = bins.edges, bins.outside, bins.inside, bins.highest
     axes.stairs(plain, edges, fill=True, color=BLUE, linewidth=0)
     if special.any():
         axes.stairs(plain + special, edges, baseline=plain, fill=True, color=RED, linewidth=0)
     axes.set_xlim(0, edges[-1])
     axes.set_ylim(0, 1.12 * float((plain + special).max()))
     notes = [f"median {quantiles(counts)['median']:,} (dashed)"]
-    if values[-1] >= edges[-1]:
-        notes.append(f"last bar: up to {values[-1]:,}")
+    if highest >= edges[-1]:
+        notes.append(f"last bar: up to {highest:,}")
     axes.axvline(quantiles(counts)["median"], color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
     axes.text(0.99, 0.97, "\n".join(notes), transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=MUTED)
     if spike is not None:
@@ -196,8 +162,8 @@ def _decorate(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines["bottom"].set_color(GRID)
 
 
-def _figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
-    figure = Figure(figsize=(width, height), dpi=100, layout=layout, facecolor="white")
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
@@ -209,6 +175,5 @@ def _png(figure: Figure) -> bytes:
 
 
 def _short(text: str, width: int) -> str:
-    """At most `width` characters, the middle left out; no accidental mathtext."""
-    text = text.replace("$", r"\$")
-    return text if len(text) <= width else f"{text[: width // 2]}…{text[-(width - width // 2 - 1) :]}"
+    """At most `width` characters; no accidental mathtext."""
+    return short(text.replace("$", r"\$"), width)

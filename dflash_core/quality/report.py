@@ -4,9 +4,10 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from dflash_core.quality.file_picture import file_picture
 from dflash_core.quality.flags import TRUNCATED, Flag
 from dflash_core.quality.histogram import quantiles
-from dflash_core.quality.plots import file_plot, merged_plot, worst_files
+from dflash_core.quality.plots import merged_plot, worst_files
 from dflash_core.quality.statistics import FileStatistics, MergedStatistics, RowExample
 from dflash_core.records import TrainingSet
 
@@ -135,7 +136,7 @@ def _duplicate_table(merged: MergedStatistics) -> str:
 
 def _worst_file_pictures(files: Sequence[FileStatistics]) -> str:
     return "".join(
-        f"<div>{escape(file.partition)}</div>{_picture(file_plot(file), file.partition)}"
+        f"<div>{escape(file.partition)}</div>{_picture(file_picture(file), file.partition, 'svg+xml')}"
         for file in worst_files(files)[:FILES_PICTURED]
     )
 
@@ -212,8 +213,8 @@ def _flags(bits: int) -> str:
     return ", ".join((flag.name or "").lower().replace("_", " ") for flag in Flag(bits))
 
 
-def _picture(png: bytes, caption: str) -> str:
-    return f'<img alt="{escape(caption)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+def _picture(image: bytes, caption: str, kind: str = "png") -> str:
+    return f'<img alt="{escape(caption)}" src="data:image/{kind};base64,{base64.b64encode(image).decode()}">'
 
 
 def _section(title: str, *parts: str) -> str:

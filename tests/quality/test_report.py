@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from xml.etree import ElementTree
 
 import pytest
 
+from dflash_core.quality.file_picture import file_picture
 from dflash_core.quality.flags import Flag
 from dflash_core.quality.gate import judge
-from dflash_core.quality.plots import file_plot, merged_plot
+from dflash_core.quality.histogram import equal_bins
+from dflash_core.quality.plots import merged_plot
 from dflash_core.quality.report import training_set_report
 from dflash_core.quality.statistics import FileStatistics, merge_statistics
 from dflash_core.recipe import Gate
@@ -16,6 +18,7 @@ from dflash_core.records import StoredObject, TrainingSet
 
 Make = Callable[..., FileStatistics]
 GOOD = [40 + 3 * i for i in range(100)]
+SVG = "{http://www.w3.org/2000/svg}"
 EVIL = '<script>alert("x")</script>'
 
 
@@ -32,16 +35,27 @@ def files(make_file: Make, row: Make) -> list[FileStatistics]:
     ]
 
 
-def test_every_file_has_a_small_picture(files: list[FileStatistics]) -> None:
+def test_every_file_has_a_small_picture_that_is_valid_whatever_its_texts(files: list[FileStatistics]) -> None:
     for file in files:
-        picture = file_plot(file)
-        assert picture.startswith(b"\x89PNG")
-        assert len(picture) <= 60_000, file.partition
+        picture = file_picture(file)
+        texts = [element.text for element in ElementTree.fromstring(picture).iter(f"{SVG}text")]
+        assert "Supervised tokens per row" in texts
+        assert len(picture) <= 8_000, file.partition
 
 
-def test_pictures_are_the_same_in_threads(files: list[FileStatistics]) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(file_plot, files)) == [file_plot(file) for file in files]
+def test_the_picture_names_the_spike_and_what_was_lost(files: list[FileStatistics]) -> None:
+    _, spiky, lossy, *_ = (file_picture(file).decode() for file in files)
+    assert "47.4 % of all rows have 6 tokens" in spiky
+    assert "too few sup" in spiky
+    assert "more</text>" in lossy
+
+
+def test_bins_hold_every_row() -> None:
+    counts = {3: 5, 6: 90, 7: 2, 900: 1, 1_000_000: 1}
+    bins = equal_bins(counts, 48, (6, 7))
+    assert (bins.inside.sum(), bins.outside.sum()) == (92, 7)
+    assert bins.inside[bins.edges[:-1].searchsorted(6, side="right") - 1] > 0
+    assert bins.highest == 1_000_000
 
 
 def test_the_merged_picture_is_drawn_with_and_without_rows(files: list[FileStatistics]) -> None:
@@ -73,4 +87,4 @@ def test_the_report_needs_nothing_else_and_escapes_everything(files: list[FileSt
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     for reason in ("gate failed", "spike at 6 tokens", "too few supervised tokens", "lossy $x^$"):
         assert reason in page
-    assert page.count("data:image/png") == 4
+    assert (page.count("data:image/png"), page.count("data:image/svg+xml")) == (1, 3)

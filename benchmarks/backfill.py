@@ -1,0 +1,206 @@
+"""The same files through `dflash tokenize` and through a Dagster backfill: what the UI's way costs on top.
+
+    python benchmarks/backfill.py --tokenizer DIR --json OUT [--files 1805] [--rows 2] [--work DIR] [--pages]
+
+With two rows a file the work is next to nothing and the overhead is all there is; with 500 it is the real corpus (20 GB
+of free disk). Daemon, webserver and code server are the real ones, on an instance of their own; `--pages` opens the
+pages people open in Chromium and times the GraphQL answers behind them.
+"""
+
+# ruff: noqa: E402 - the folder holds a tokenize.py, which must not hide the standard library's: it leaves the path
+import sys
+from os.path import dirname
+
+sys.path[0] = dirname(dirname(__file__)) if __name__ == "__main__" else sys.path[0]
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import time
+from contextlib import chdir
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from benchmarks.corpus import write_corpus
+from benchmarks.full_scale import BUCKET, FILES, ROOT, as_toml, check_space, finish, recipe, report, start, upload
+from dflash_assets.dev import dagster_ui, local_instance
+from dflash_assets.graphql import Dagster
+from dflash_assets.partitions import sync_partitions
+from dflash_core.recipe import Recipe
+from dflash_core.storage.embedded import embedded_store, ensure_bucket
+from dflash_core.storage.store import open_stores
+
+ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
+TIMEOUT_S = 3600.0
+SAMPLE_S = 1.0
+ROLES = {"webserver": "dagster_webserver", "daemon": "dagster._daemon", "code server": "grpc"}
+PAGES = {
+    "partitions": "/assets/tokenized_shards?view=partitions",
+    "one partition": "/assets/loss_mask_stats?view=partitions&partition=part-00700",
+    "asset graph": "/asset-groups",
+    "backfills": "/overview/backfills",
+    "runs": "/runs",
+}
+PAGE_S = 8.0
+"""How long a page is watched: the graph's health comes with later requests."""
+
+
+class Residents(threading.Thread):
+    """Samples what Dagster's long-lived processes hold, by role."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: dict[str, list[float]] = {role: [] for role in ROLES}
+        """Resident MB."""
+
+    def run(self) -> None:
+        """As long as this process lives."""
+        while True:
+            for child in psutil.Process().children(recursive=True):
+                try:
+                    line = " ".join(child.cmdline())
+                    resident = child.memory_info().rss / 1e6
+                except psutil.NoSuchProcess:
+                    continue
+                for role, mark in ROLES.items():
+                    if mark in line and "execute_run" not in line and "sh -c" not in line:
+                        self.samples[role].append(resident)
+            time.sleep(SAMPLE_S)
+
+    def growth(self) -> dict[str, float]:
+        """MB of each role a tenth into what was sampled, and the most after that."""
+        found: dict[str, float] = {}
+        for role, samples in self.samples.items():
+            early = len(samples) // 10
+            found[f"{role}_mb_early"] = max(samples[: early + 1])
+            found[f"{role}_mb_peak_after"] = max(samples[early:])
+        return found
+
+
+def tokenized(settings: Recipe, work: Path) -> float:
+    """Seconds of one `dflash tokenize`."""
+    began = time.monotonic()
+    finish(start(settings, work))
+    return time.monotonic() - began
+
+
+def backfilled(ui: Dagster, partitions: list[str]) -> tuple[float, int]:
+    """Seconds and runs of one backfill of everything."""
+    began = time.monotonic()
+    runs = ui.wait_for_backfill(ui.backfill(ASSETS, partitions), TIMEOUT_S, lambda: None)
+    wall = time.monotonic() - began
+    for run in runs:
+        if not run.succeeded:
+            sys.exit(f"run {run.run} failed: {run.reason}")
+    _, materialized, failed = ui.partitions(ASSETS[-1])
+    if (materialized, failed) != (len(partitions), 0):
+        sys.exit(f"{materialized} of {len(partitions)} partitions are materialized, {failed} failed")
+    return wall, len(runs)
+
+
+def database_bytes(home: Path) -> int:
+    """Of everything Dagster keeps, its runs' captured output left out."""
+    files = (path for path in home.rglob("*") if path.is_file() and "compute_logs" not in path.parts)
+    return sum(path.stat().st_size for path in files)
+
+
+def pages(url: str) -> dict[str, float]:
+    """Seconds to the slowest GraphQL answer behind each page, as the UI itself asks for it."""
+    from playwright.sync_api import Request, sync_playwright
+
+    found: dict[str, float] = {}
+    with sync_playwright() as playwright:
+        executable = shutil.which("chromium") or sys.exit("no Chromium on this machine; `make browser` installs it")
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
+        for name, path in PAGES.items():
+            page = browser.new_page(viewport={"width": 1600, "height": 1000})
+            slowest: dict[str, float] = {}
+
+            def note(request: Request, slowest: dict[str, float] = slowest) -> None:
+                if request.url.endswith("/graphql") or "/graphql?" in request.url:
+                    asked = json.loads(request.post_data or "{}").get("operationName", "?")
+                    slowest[asked] = max(slowest.get(asked, 0.0), request.timing["responseEnd"] / 1e3)
+
+            page.on("requestfinished", note)
+            page.goto(url + path)
+            page.wait_for_timeout(1e3 * PAGE_S)
+            page.close()
+            found |= {f"page, {name}: {asked}": took for asked, took in slowest.items() if took > 0.5}
+            found[f"page, {name}, slowest answer_s"] = max(slowest.values())
+        browser.close()
+    return found
+
+
+def through_dagster(settings: Recipe, folder: Path, look: bool) -> dict[str, float]:
+    """All numbers of the UI's way; `folder` becomes a project of its own."""
+    for name in ("dagster.yaml", "workspace.yaml"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "recipe.toml").write_text(as_toml(settings), encoding="utf8")
+    with chdir(folder), dagster_ui(Path("recipe.toml"), 0, folder / "dagster.log") as ui:
+        ui.wait_until_loaded()
+        synced = sync_partitions(local_instance(), settings)
+        partitions = [source.partition for source in synced.sources]
+        home = folder / ".dflash/dagster"
+        before = database_bytes(home)
+        residents = Residents()
+        residents.start()
+        first, runs = backfilled(ui, partitions)
+        after = database_bytes(home)
+        again, _ = backfilled(ui, partitions)
+        return {
+            "backfill_s": first,
+            "runs": runs,
+            "backfill_of_valid_s": again,
+            "database_bytes_a_partition": (after - before) / len(partitions),
+            "database_bytes_a_partition_again": (database_bytes(home) - after) / len(partitions),
+            **residents.growth(),
+            **(pages(ui.url) if look else {}),
+        }
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
+    """All numbers."""
+    made = write_corpus(work / "corpus", arguments.files, arguments.rows)
+    with embedded_store(work / "store"):
+        ensure_bucket(BUCKET)
+        terminal, dagster = (recipe(arguments.tokenizer.resolve(), f"{name}/") for name in ("terminal", "dagster"))
+        upload(work / "corpus", open_stores(terminal).source)
+        through_cli = {"tokenize_s": tokenized(terminal, work), "tokenize_of_valid_s": tokenized(terminal, work)}
+        (work / "project").mkdir()
+        through_ui = through_dagster(dagster, work / "project", arguments.pages)
+    return {
+        "files": arguments.files,
+        "source_bytes": made,
+        **through_cli,
+        **through_ui,
+        "overhead_s": through_ui["backfill_s"] - through_cli["tokenize_s"],
+        "overhead_of_valid_s": through_ui["backfill_of_valid_s"] - through_cli["tokenize_of_valid_s"],
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer folder")
+    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
+    parser.add_argument("--files", type=int, default=FILES)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a roomy disk")
+    parser.add_argument("--pages", action="store_true", help="also time the pages, in Chromium")
+    arguments = parser.parse_args()
+    check_space(arguments.work, arguments.files, arguments.rows)
+    with tempfile.TemporaryDirectory(dir=arguments.work) as work:
+        numbers = measure(arguments, Path(work))
+    report(numbers, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
