@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SERVING := .venv-serving
+SERVING_READY := $(SERVING)/.ready
 UI ?=
 MATERIAL ?= ../shared
 WORKERS ?= 2
@@ -10,7 +12,7 @@ WORKERS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install demo dev test test-services browser target fmt check lint types clean
+.PHONY: help install demo dev test test-services test-serving serving-env browser target fmt check lint types clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,10 +34,21 @@ dev: $(READY)  ## the Dagster UI on 127.0.0.1 with the embedded store (DFLASH_RE
 	$(BIN)/dflash dev
 
 test: $(READY)  ## the fast tests, at most 12 minutes on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services" --material=$(MATERIAL)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services and not serving" --material=$(MATERIAL)
 
 test-services: $(READY) browser  ## the running UI in a real browser, the demo from start to end
 	$(BIN)/python -m pytest -m services --material=$(MATERIAL)
+
+test-serving: $(READY) $(SERVING_READY)  ## exported drafters in vLLM on the CPU, against our own decoder
+	$(BIN)/python -m pytest -m serving --material=$(MATERIAL)
+
+serving-env: $(SERVING_READY)  ## make .venv-serving: vLLM for CPUs, with its own torch and transformers
+
+# Without dependencies: vLLM also names torchvision and the like, whose builds for GPUs do not fit this torch.
+$(SERVING_READY): requirements-serving.lock
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements-serving.lock
+	@touch $@
 
 browser:  ## Chromium for the browser tests (Debian's)
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; }
