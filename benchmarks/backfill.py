@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.corpus import write_corpus
-from benchmarks.full_scale import BUCKET, FILES, ROOT, as_toml, check_space, finish, recipe, report, start, upload
+from benchmarks.full_scale import FILES, ROOT, as_toml, check_space, finish, report, settings_of, start, upload
 from dflash_assets.dev import dagster_ui, local_instance
 from dflash_assets.graphql import Dagster
 from dflash_assets.partitions import sync_partitions
@@ -168,8 +168,8 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
     """All numbers."""
     made = write_corpus(work / "corpus", arguments.files, arguments.rows)
     with embedded_store(work / "store"):
-        ensure_bucket(BUCKET)
-        terminal, dagster = (recipe(arguments.tokenizer.resolve(), f"{name}/") for name in ("terminal", "dagster"))
+        terminal, dagster = (settings_of(arguments.tokenizer.resolve(), f"{name}/") for name in ("terminal", "dagster"))
+        ensure_bucket(terminal.storage.bucket)
         upload(work / "corpus", open_stores(terminal).source)
         through_cli = {"tokenize_s": tokenized(terminal, work), "tokenize_of_valid_s": tokenized(terminal, work)}
         (work / "project").mkdir()

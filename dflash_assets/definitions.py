@@ -9,10 +9,11 @@ from dflash_assets.completion_files import completion_file_assets
 from dflash_assets.drafter_checkpoint import drafter_checkpoint, drafter_coverage
 from dflash_assets.drafter_eval import drafter_eval
 from dflash_assets.drafter_export import drafter_export
-from dflash_assets.resources import RecipeResource
+from dflash_assets.resources import RecipeResource, s3_of_environment
 from dflash_assets.training_set import training_set
 
 DEFAULT_RECIPE = "recipes/demo.toml"
+s3 = s3_of_environment()
 
 defs = dg.Definitions(
     assets=[
@@ -25,6 +26,6 @@ defs = dg.Definitions(
     ],
     jobs=[completion_files_job],
     sensors=[new_completion_files],
-    resources={"recipe": RecipeResource(path=os.environ.get("DFLASH_RECIPE", DEFAULT_RECIPE))},
+    resources={"s3": s3, "recipe": RecipeResource(path=os.environ.get("DFLASH_RECIPE", DEFAULT_RECIPE), s3=s3)},
     executor=dg.in_process_executor,
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster_aws.s3 import S3Resource
 
 from dflash_assets.completion_files import completion_file_assets
 from dflash_assets.partitions import sync_partitions
@@ -100,7 +101,7 @@ def materialize(
         return dg.materialize(
             [completion_file_assets],
             instance=instance,
-            resources={"recipe": RecipeResource(path=str(recipe_file))},
+            resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
             tags={
                 "dagster/asset_partition_range_start": partitions[0],
                 "dagster/asset_partition_range_end": partitions[-1],

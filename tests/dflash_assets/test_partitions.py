@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import dagster as dg
+from dagster_aws.s3 import S3Resource
 
 from dflash_assets.automation import new_completion_files
 from dflash_assets.partitions import sync_partitions
@@ -34,7 +35,7 @@ def test_sensor_requests_each_version_of_a_file_once(
     def tick() -> list[str]:
         nonlocal cursor
         context = dg.build_sensor_context(instance=instance, cursor=cursor)
-        result = new_completion_files(context, recipe=RecipeResource(path=str(recipe_file)))
+        result = new_completion_files(context, recipe=RecipeResource(path=str(recipe_file), s3=S3Resource()))
         assert isinstance(result, dg.SensorResult)
         cursor = result.cursor
         return [request.partition_key for request in result.run_requests or []]
