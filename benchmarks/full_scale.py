@@ -159,6 +159,8 @@ def killed_at_half(settings: Recipe, work: Path, files: int) -> Numbers:
     process = start(settings, work)
     while manifests(derived) < files // 2 and process.poll() is None:
         time.sleep(0.5)
+    if process.poll() is not None:
+        sys.exit(f"dflash tokenize ended with {process.returncode} before it was at half; see its output above")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(3.0)  # the workers notice within a second

@@ -87,6 +87,8 @@ class Tokenization(Section):
     """Rows whose answer ended by length inside the thought."""
     supervise_empty_thought: bool = True
     """Whether the template's empty think block before an answer without a thought counts in the loss."""
+    repeats: Literal["keep", "drop"] = "keep"
+    """Rows with the ids of an earlier row of their file; those of other files only count, in the gate."""
     min_supervised_tokens: Positive | None = None
     """Rows with fewer are dropped (and counted, by the gate too); None: twice the block size."""
     backend: Literal["auto", "fastokens", "huggingface"] = "auto"

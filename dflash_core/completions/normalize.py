@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import orjson
 
-from dflash_core.completions.parsing import count_keys
-from dflash_core.completions.record import Completion, FinishReason, Json, Message, Refused, Role
+from dflash_core.completions.parsing import count_keys, without_repeats
+from dflash_core.completions.record import Completion, FinishReason, Json, Message, Refused, Role, Spelling
 
 ROLES: dict[str, Role] = {r: r for r in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES: dict[str, Role] = {**ROLES, "human": "user", "gpt": "assistant", "observation": "tool"}
@@ -111,7 +111,13 @@ def _message(raw: Json, index: int, finish_reason: FinishReason | None) -> Messa
         return Message(role, text, extra=extra)
     reasoning, text = _split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
     calls = _tool_calls(raw["tool_calls"]) if raw.get("tool_calls") else ()
-    return Message(role, text, reasoning, calls, extra)
+    return Message(role, text, reasoning, calls, extra, _spelling(raw) if reasoning is not None else None)
+
+
+def _spelling(raw: dict[str, Json]) -> Spelling:
+    if raw.get("reasoning_content"):
+        return "reasoning_content"
+    return "reasoning" if raw.get("reasoning") else "inline"
 
 
 def _extra(raw: dict[str, Json]) -> tuple[tuple[str, str], ...]:
@@ -204,7 +210,9 @@ def _decoded(value: Json, reason: str) -> Json:
     if len(value) > MAX_LITERAL_CHARS:
         raise Refused(reason, f"a text of {len(value)} characters")
     try:
-        parsed = json.loads(value)
+        parsed = json.loads(value, object_pairs_hook=without_repeats)
+    except Refused as refused:
+        raise Refused(reason, str(refused)) from None
     except (ValueError, RecursionError):
         try:
             parsed = ast.literal_eval(value)

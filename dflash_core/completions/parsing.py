@@ -14,6 +14,9 @@ import orjson
 from dflash_core.completions.record import Json, Refused
 
 MAX_DEPTH = 100
+_KEY_END = re.compile(rb'"[ \t\r]*:')
+_QUOTED_KEY_END = re.compile(rb'(?<!\\)(?:\\\\)*\\"[ \t\r]*:')
+"""The same inside a text, where the quote is escaped."""
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -37,9 +40,14 @@ def parse_object(text: bytes) -> dict[str, Json]:
 
 
 def _may_hide_a_key(text: bytes, keys: int) -> bool:
-    """Whether the text has another number of keys than was parsed from it: one came twice, or it is unusual."""
-    ends = text.count(b'":')
-    return ends != keys and ends - text.count(b'\\":') != keys
+    """Whether the text may have more keys than were parsed from it, so that one came twice.
+
+    Every key ends in a quote and a colon. What else looks so (escaped within a text; a text that starts with a colon)
+    only adds to the count, hence an equal number is proof. `bytes.count` first, which is ten times faster.
+    """
+    spaced = b" :" in text or b"\t:" in text or b"\r:" in text
+    ends = len(_KEY_END.findall(text)) if spaced else text.count(b'":')
+    return ends != keys and ends - len(_QUOTED_KEY_END.findall(text)) != keys
 
 
 def count_keys(value: Json) -> int:
@@ -73,15 +81,21 @@ def _has_structure(row: dict[str, Json]) -> bool:
 
 
 def _parse_exactly(text: bytes) -> dict[str, Json]:
-    def no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise Refused("duplicate key", repr(next(n for n in names if names.count(n) > 1)))
-        return found
-
-    row: dict[str, Json] = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
+    row: dict[str, Json] = json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
     return row
+
+
+def without_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """The object of these pairs, for `json.loads`.
+
+    Raises:
+        Refused: a key comes twice, and readers disagree on which one counts.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise Refused("duplicate key", repr(next(n for n in names if names.count(n) > 1)))
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

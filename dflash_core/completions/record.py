@@ -4,6 +4,8 @@ from typing import Any, Literal, NamedTuple
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls"]
+Spelling = Literal["reasoning_content", "reasoning", "inline"]
+"""How a thought was written: in a field of that name, or between tags in the content."""
 Json = Any
 """A value as JSON has it."""
 
@@ -19,6 +21,8 @@ class Message(NamedTuple):
     """`{"type": "function", "function": {"name": str, "arguments": dict}}`, with the `id` where there is one."""
     extra: tuple[tuple[str, str], ...] = ()
     """`name` and `tool_call_id`, where given: templates may print them."""
+    spelling: Spelling | None = None
+    """How the thought was written: counted, and without any effect on the ids."""
 
 
 class Completion(NamedTuple):

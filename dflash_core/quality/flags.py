@@ -30,6 +30,10 @@ class Flag(enum.IntFlag):
     """The turn calls tools."""
     THOUGHT = 1 << 11
     """The turn has a thought with text in it."""
+    THOUGHT_INLINE = 1 << 12
+    """... which came between tags in the content."""
+    THOUGHT_IN_REASONING = 1 << 13
+    """... which came in a field named `reasoning`; one in neither form came in `reasoning_content`."""
 
 
 TRUNCATED = Flag.TRUNCATED_BY_LENGTH | Flag.TRUNCATED_IN_THOUGHT

@@ -9,12 +9,14 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dflash_core import TOKENIZATION_VERSION
 from dflash_core.completions.reading import CompletionFile
 from dflash_core.completions.record import Completion, Refused
+from dflash_core.quality.flags import Flag
 from dflash_core.quality.hashes import hash_rows
 from dflash_core.quality.statistics import FileStatistics, RenderedRows, file_statistics
 from dflash_core.recipe import Recipe
@@ -23,7 +25,7 @@ from dflash_core.tokenization.backends import HuggingFace, choose_backend
 from dflash_core.tokenization.batch_encoder import BatchEncoder, Item
 from dflash_core.tokenization.fingerprint import fingerprint_of
 from dflash_core.tokenization.objects import TokenizedFile
-from dflash_core.tokenization.policies import apply_policies
+from dflash_core.tokenization.policies import apply_policies, drop_repeats
 from dflash_core.tokenization.rows import ExactEncoder, Row, RowBatch, batch_of
 from dflash_core.tokenization.shards import write_shard
 from dflash_core.tokenization.tokenizer import load_tokenizer
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_BATCH = 512
 CHARS_PER_BATCH = 4 << 20
+
+
+SPELLED: dict[str | None, int] = {"inline": int(Flag.THOUGHT_INLINE), "reasoning": int(Flag.THOUGHT_IN_REASONING)}
 
 
 class AuditFailed(Exception):
@@ -88,6 +93,8 @@ class FileTokenizer:
             self.on_progress()
             if rows:
                 batches.append(apply_policies(batch_of(rows, self.recipe.tokenization.max_length), self.recipe))
+        if self.recipe.tokenization.repeats == "drop":
+            batches = drop_repeats(batches)
         rejects.sort(key=lambda reject: reject.line)
         dropped = [
             Reject(line=line, reason=reason)
@@ -114,11 +121,12 @@ class FileTokenizer:
             results = self.encoder.encode(items)
             self._audit(items, results)
         rows = []
-        for (completion, _), result in zip(items, results, strict=True):
+        for (completion, turn), result in zip(items, results, strict=True):
             if isinstance(result, Refused):
                 rejects.append(Reject(line=completion.line, reason=result.reason, detail=result.detail))
             else:
-                rows.append(result)
+                spelled = SPELLED.get(completion.messages[turn].spelling)
+                rows.append(replace(result, flags=result.flags | spelled) if spelled else result)
         return rows
 
     def _refer(self, item: Item) -> Row | Refused:

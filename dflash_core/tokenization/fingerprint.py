@@ -33,6 +33,7 @@ def fingerprint_of(recipe: Recipe, tokenizer_hash: str) -> str:
         "turns": rules.turns,
         "truncated_thinking": rules.truncated_thinking,
         "supervise_empty_thought": rules.supervise_empty_thought,
+        "repeats": rules.repeats,
         "min_supervised_tokens": recipe.min_supervised_tokens,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

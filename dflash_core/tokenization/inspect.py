@@ -194,7 +194,7 @@ def _lost_row(
     recipe: Recipe, stores: Stores, manifest: ShardManifest, row: str, rejects: Sequence[Reject]
 ) -> InspectedRow:
     """A row that is in no shard: rendered anew under policies that drop nothing, if it can be rendered at all."""
-    lenient = {"min_supervised_tokens": 1, "truncation": "cut", "truncated_thinking": "keep"}
+    lenient = {"min_supervised_tokens": 1, "truncation": "cut", "truncated_thinking": "keep", "repeats": "keep"}
     rules = recipe.tokenization.model_copy(update=lenient)
     tokenizer = FileTokenizer(recipe.model_copy(update={"tokenization": rules}))
     source = manifest.source

@@ -4,12 +4,14 @@ Applied to whole columns. A policy never makes a row vanish: the row stays in th
 so that statistics and gate count it.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash_core.quality.flags import Flag
+from dflash_core.quality.hashes import hash_rows
 from dflash_core.quality.repetition import repetition_loops
 from dflash_core.recipe import Recipe
 from dflash_core.tokenization.rows import I64, RowBatch
@@ -33,6 +35,21 @@ def apply_policies(batch: RowBatch, recipe: Recipe) -> RowBatch:
     if rules.truncation == "drop":
         dropped[clipped] = "longer than max_length"
     return replace(batch, flags=flags, start=start, end=end, dropped=dropped.tolist())
+
+
+def drop_repeats(batches: Sequence[RowBatch]) -> list[RowBatch]:
+    """Drop the rows of a file whose ids are those of an earlier row of it."""
+    seen: set[int] = set()
+    done = []
+    for batch in batches:
+        hashes = hash_rows(batch.ids.view(np.uint32), batch.offsets).tolist()
+        dropped = list(batch.dropped)
+        for i, text in enumerate(hashes):
+            if text in seen and dropped[i] is None:
+                dropped[i] = "repeats an earlier row"
+            seen.add(text)
+        done.append(replace(batch, dropped=dropped))
+    return done
 
 
 def _loops(batch: RowBatch, flags: I64, start: I64, end: I64) -> NDArray[np.bool_]:

@@ -1,13 +1,13 @@
 """The chat template, rendered exactly as serving does, without importing transformers (which brings torch along).
 
 The environment has what transformers gives a chat template: an immutable sandbox, trimmed blocks, loop controls,
-`tojson` without HTML escapes, `raise_exception`, `strftime_now`, the tokenizer's special tokens as variables, and
-generation tags, which are read and ignored. Tests hold it byte-equal to transformers.
+`tojson` without HTML escapes, `raise_exception`, the tokenizer's special tokens as variables, and
+generation tags, which are read and ignored. Tests hold it byte-equal to transformers. The one exception is a template
+that prints the time of rendering: the ids of such a row would hold for a day, so it is refused until the time is given.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -45,21 +45,20 @@ class ChatTemplate:
         self, text: str, special_tokens: Mapping[str, str], options: Mapping[str, TemplateOption], where: str
     ) -> None:
         self.text = text
-        self.reads_clock = False
-        """Whether a render has printed the current time: its ids hold only for today."""
-        self._environment = _environment(self._strftime_now)
+        self._environment = _environment()
         try:
             tree = self._environment.parse(text)
             self._template = self._environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(f"the chat template of {where} does not parse: {error} (line {error.lineno})") from None
-        known = jinja2.meta.find_undeclared_variables(tree)
+        self._options = sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages"})
         for option in options:
-            if option not in known:
+            if option not in self._options:
                 raise RecipeError(
                     f"tokenization.template_options.{option}: the chat template of {where} has no such option; "
-                    f"it reads {', '.join(sorted(known - {'messages'}))}"
+                    f"it reads {', '.join(self._options)}"
                 )
+        self._where = where
         self._tree = tree
         self._variables: dict[str, Any] = {**special_tokens, "documents": None, **options}
 
@@ -85,6 +84,7 @@ class ChatTemplate:
 
         Raises:
             Refused: the template does not accept this conversation.
+            RecipeError: it prints the current time.
         """
         try:
             return self._template.render(
@@ -93,12 +93,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
+        except _ClockRead:
+            raise RecipeError(
+                f"the chat template of {self._where} prints the time of rendering, so that ids would change from day "
+                "to day; set the date of generation in tokenization.template_options (the template reads "
+                f"{', '.join(self._options)}), or give a tokenization.chat_template that holds it"
+            ) from None
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise Refused("the template refuses the conversation", str(error)) from None
-
-    def _strftime_now(self, form: str) -> str:
-        self.reads_clock = True
-        return datetime.now().strftime(form)
 
 
 def template_message(message: Message) -> dict[str, Json]:
@@ -117,14 +119,22 @@ def _text(node: nodes.Node) -> str | None:
     return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else None
 
 
-def _environment(strftime_now: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
+    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.globals.update(functions)
     environment.filters["tojson"] = _tojson
     return environment
+
+
+class _ClockRead(jinja2.TemplateError):
+    """The template asked for the time."""
+
+
+def _strftime_now(form: str) -> NoReturn:
+    raise _ClockRead(form)
 
 
 def _raise_exception(message: str) -> NoReturn:

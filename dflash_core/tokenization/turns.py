@@ -6,7 +6,6 @@ text. Control tokens spelled in a message are held out of the render as private 
 text.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +18,6 @@ from dflash_core.tokenization.control_tokens import ControlTokens
 from dflash_core.tokenization.edges import cuttable_tokens
 from dflash_core.tokenization.template import template_message
 from dflash_core.tokenization.tokenizer import ChatTokenizer
-
-log = logging.getLogger(__name__)
 
 SENTINEL_THOUGHT, SENTINEL_ANSWER, SENTINEL_NEXT, SENTINEL_CALL = "Qzthoughtq", "Qzanswerq", "Qznextq", "Qzcallq"
 
@@ -207,12 +204,6 @@ class TurnRenderer:
             longer = self._renders([*exchange, Message("user", SENTINEL_NEXT), exchange[1]], ())[2]
         except Refused as refused:
             raise RecipeError(f"{where} cannot render a plain exchange ({refused}); use the one serving uses") from None
-        if self.tokenizer.template.reads_clock:
-            log.warning(
-                "%s prints today's date, so ids change from day to day; set the date of generation in "
-                "tokenization.template_options, or give a tokenization.chat_template that holds it",
-                where,
-            )
         if SENTINEL_ANSWER not in full[boundary:]:
             raise RecipeError(f"{where} does not print the assistant's answer; use the one serving uses")
         closing = full[full.rindex(SENTINEL_ANSWER) + len(SENTINEL_ANSWER) :]

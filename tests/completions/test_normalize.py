@@ -51,7 +51,9 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("fields", SPELLINGS.values(), ids=SPELLINGS)
 def test_all_spellings_of_a_thought_become_one(fields: dict[str, str]) -> None:
-    assert answered(**fields) == Message("assistant", "a", "hm")
+    found = answered(**fields)
+    assert found._replace(spelling=None) == Message("assistant", "a", "hm")
+    assert found.spelling == next((key for key in ("reasoning_content", "reasoning") if key in fields), "inline")
 
 
 @pytest.mark.parametrize("content", ["<think>\n\n</think>\n\na", "<think></think>a", "</think>a"])
@@ -62,14 +64,18 @@ def test_an_empty_thought_is_no_thought(content: str) -> None:
 
 
 def test_a_thought_cut_by_length_has_no_answer() -> None:
-    assert answered("<think>\nhm so", "length") == Message("assistant", "", "hm so")
-    assert answered(None, "length", reasoning_content="hm so") == Message("assistant", "", "hm so")
+    assert answered("<think>\nhm so", "length") == Message("assistant", "", "hm so", spelling="inline")
+    assert answered(None, "length", reasoning_content="hm so") == Message(
+        "assistant", "", "hm so", spelling="reasoning_content"
+    )
 
 
 def test_tags_quoted_in_the_text_are_text() -> None:
     quoted = "The tags are <think> and </think>."
     assert answered(quoted) == Message("assistant", quoted)
-    assert answered("x </think> y", reasoning_content="hm") == Message("assistant", "x </think> y", "hm")
+    assert answered("x </think> y", reasoning_content="hm") == Message(
+        "assistant", "x </think> y", "hm", spelling="reasoning_content"
+    )
 
 
 def test_two_different_thoughts_are_ambiguous() -> None:

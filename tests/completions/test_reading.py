@@ -38,6 +38,18 @@ MALFORMED = {
     "Infinity": (GOOD[:-1] + b', "score": -Infinity}', "not a JSON number"),
     "duplicate key": (GOOD[:-1] + b', "messages": []}', "duplicate key"),
     "duplicate key in a message": (GOOD.replace(b'"content": "a"', b'"content": "a", "content": "b"'), "duplicate key"),
+    "duplicate key with a space": (GOOD[:-1] + b', "messages" : []}', "duplicate key"),
+    "duplicate key with a tab": (GOOD[:-1] + b', "x"\t: 1, "x" :2}', "duplicate key"),
+    "duplicate key spelt with an escape": (GOOD[:-1] + b', "\\u006dessages": []}', "duplicate key"),
+    "duplicate key beside an escaped one": (GOOD[:-1] + b', "a\\\\": 1, "x": 1, "x": 2}', "duplicate key"),
+    "duplicate key hidden by a text with a key": (
+        GOOD.replace(b'"a"', b'"say \\"k\\": 1"')[:-1] + b', "messages" : []}',
+        "duplicate key",
+    ),
+    "duplicate key in tools that are text": (
+        answer("a", tools='[{"name": "f", "name": "g"}]'),
+        "malformed tools",
+    ),
     "deep nesting": (NESTED, "nested too deeply"),
     "nesting beyond the cap": (GOOD[:-1] + b', "x": [1, ' + b"[" * 100 + b"]" * 100 + b"]}", "nested too deeply"),
     "tools nested deeply": (GOOD[:-1] + b', "tools": [{"a": ' + b"[" * 900 + b"]" * 900 + b"}]}", "nested too deeply"),

@@ -122,6 +122,67 @@ def test_the_length_share_of_a_batch_is_seen(tokenizers) -> None:
     assert statistics.rows_kept == 20
 
 
+def test_the_mixture_of_reasoning_spellings_is_counted_and_changes_no_id(tokenizers) -> None:
+    spellings = [
+        {"reasoning_content": "hm", "completion": ANSWER},
+        {"reasoning": "hm", "completion": ANSWER},
+        {"completion": f"<think>\nhm\n</think>\n\n{ANSWER}"},
+        {"completion": f"hm\n</think>\n\n{ANSWER}"},
+        {"completion": ANSWER},
+    ]
+    body = b"\n".join(line(id=str(i), **row) for i, row in enumerate(spellings))
+    done = tokenizers().tokenize(body, source(), "0" * 64)
+    counts = done.statistics.flag_counts
+    assert {name: counts[name] for name in ("THOUGHT", "THOUGHT_INLINE", "THOUGHT_IN_REASONING", "EMPTY_THOUGHT")} == {
+        "THOUGHT": 4,
+        "THOUGHT_INLINE": 2,
+        "THOUGHT_IN_REASONING": 1,
+        "EMPTY_THOUGHT": 1,
+    }
+    ids = read_shard(done.shard).column("input_ids").to_pylist()
+    assert ids[0] == ids[1] == ids[2] == ids[3] != ids[4]
+
+
+def test_tools_in_any_spelling_give_equal_ids_and_broken_ones_reject_their_row_alone(tokenizers) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": 2}}}]
+    given = [tools, json.dumps(tools), repr(tools), None, [], '[{"type": ', tools]
+    body = b"\n".join(line(id=str(i), tools=value) for i, value in enumerate(given))
+    done = tokenizers().tokenize(body, source(), "0" * 64)
+    assert [(r.line, r.reason) for r in rejects(done)] == [(6, "malformed tools")]
+    ids = dict(zip(*(read_shard(done.shard).column(name).to_pylist() for name in ("row_id", "input_ids")), strict=True))
+    assert ids["0"] == ids["1"] == ids["2"] == ids["6"]
+    assert ids["3"] == ids["4"] != ids["0"]
+
+
+def test_an_opening_answer_is_context_only_and_the_run_goes_on(tokenizers) -> None:
+    roles = ("assistant", "user", "assistant")
+    messages = [{"role": role, "content": f"{ANSWER} {i}"} for i, role in enumerate(roles)]
+    body = b"\n".join([json.dumps({"id": "r", "messages": messages}).encode(), line(id="s")])
+    done = tokenizers("chatml").tokenize(body, source(), "0" * 64)
+    table = read_shard(done.shard).to_pylist()
+    assert [row["row_id"] for row in table] == ["r#1", "s"]
+    reference = tokenizers("chatml").reference.renderer.tokenizer.reference
+    (span,) = table[0]["loss_spans"]
+    assert f"{ANSWER} 0" in reference.decode(table[0]["input_ids"][: span["start"]])
+    assert reference.decode(table[0]["input_ids"][span["start"] : span["end"]]) == f"{ANSWER} 2"
+
+
+def test_repeats_within_a_file_are_kept_or_dropped_as_the_recipe_says_and_always_counted(tokenizers) -> None:
+    body = b"\n".join(line(id=str(i), completion=ANSWER * (1 + i % 2)) for i in range(5))
+    kept, dropped = (tokenizers(repeats=rule).tokenize(body, source(), "0" * 64) for rule in ("keep", "drop"))
+    assert (kept.statistics.rows_kept, dropped.statistics.rows_kept) == (5, 2)
+    assert kept.statistics.duplicates.texts == dropped.statistics.duplicates.texts == 3
+    assert dropped.reject_reasons == {"repeats an earlier row": 3}
+    assert read_shard(dropped.shard).column("row_id").to_pylist() == ["0", "1"]
+    assert dropped.statistics.rows_rendered == 5
+
+
+def test_repeats_are_found_across_the_batches_of_a_file(make_recipe, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_core.tokenization.files.ROWS_PER_BATCH", 2)
+    body = b"\n".join(line(id=str(i)) for i in range(7))
+    assert FileTokenizer(make_recipe(repeats="drop")).tokenize(body, source(), "0" * 64).statistics.rows_kept == 1
+
+
 def test_repeated_ids_and_texts_are_counted(tokenizers) -> None:
     body = b"\n".join([line(id="a"), line(id="a", completion=ANSWER * 2), line(id="b")])
     statistics = tokenizers().tokenize(body, source(), "0" * 64).statistics

@@ -16,6 +16,7 @@ from dflash_core.tokenization.fingerprint import fingerprint
         {"truncated_thinking": "reject"},
         {"supervise_empty_thought": False},
         {"min_supervised_tokens": 7},
+        {"repeats": "drop"},
         {"template_options": {"enable_thinking": False}},
     ],
     ids=lambda change: next(iter(change)),

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from dflash_core.completions.normalize import normalize
 from dflash_core.completions.record import Message, Refused
 from dflash_core.errors import RecipeError
+from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.template import ChatTemplate, template_message
 from dflash_core.tokenization.tokenizer import load_tokenizer
 
@@ -109,19 +111,35 @@ def test_tokens_that_only_the_configuration_adds_are_added(folders: dict[str, Pa
     assert "<|new|>" in tokenizer.special
 
 
-def test_a_template_that_prints_the_date_is_said_aloud(make_recipe, tmp_path: Path, caplog) -> None:
-    from dflash_core.tokenization.turns import TurnRenderer
+DATED = """\
+{%- if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}
+{%- if tools %}{{ strftime_now('%H:%M') }}{% endif %}
+{{- 'Today is ' + date_string }}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
 
+
+def test_a_template_that_prints_the_date_is_refused_until_the_date_is_given(make_recipe, tmp_path: Path) -> None:
     template = tmp_path / "dated.jinja"
-    template.write_text(
-        "{{ date if date is defined else strftime_now('%Y') }}"
-        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    dated = load_tokenizer(make_recipe("chatml", chat_template=template, template_options={"date": "1999"}))
-    TurnRenderer(dated, supervise_empty_thought=True)
-    assert not caplog.text
-    TurnRenderer(load_tokenizer(make_recipe("chatml", chat_template=template)), supervise_empty_thought=True)
-    assert "prints today's date" in caplog.text
+    template.write_text(DATED)
+    with pytest.raises(RecipeError, match=r"prints the time of rendering.*template_options.*date_string"):
+        FileTokenizer(make_recipe("chatml", chat_template=template))
+    options = {"date_string": "26 Jul 2024"}
+    dated = FileTokenizer(make_recipe("chatml", chat_template=template, template_options=options))
+    row = dated.reference.encode(normalize({"prompt": "q", "completion": "a"}, 1), 1)
+    text = dated.reference.renderer.tokenizer.reference.decode(row.ids.tolist(), skip_special_tokens=False)
+    assert text.startswith("Today is 26 Jul 2024<|im_start|>user:q")
+
+
+def test_a_row_for_which_the_template_reads_the_clock_fails_its_file(
+    make_recipe, tmp_path: Path, tokenize_rows
+) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text(DATED)
+    options = {"date_string": "26 Jul 2024"}
+    dated = FileTokenizer(make_recipe("chatml", chat_template=template, template_options=options))
+    with pytest.raises(RecipeError, match="prints the time of rendering"):
+        tokenize_rows(dated, [{"prompt": "q", "completion": "a", "tools": [{"name": "f"}]}])
 
 
 def test_a_template_that_ends_no_turn_is_refused_at_the_start(make_recipe, tmp_path: Path) -> None:
