@@ -1,26 +1,40 @@
 """`dflash`: every asset's twin at the terminal. The same core call, a progress bar, no Dagster.
 
-    verify -> tokenize -> freeze -> train -> evaluate -> export        (and inspect: any row, its mask in colour)
+    generate -> verify -> tokenize -> freeze -> train -> evaluate -> export
+    (and inspect: any row, its mask in colour)
 
 Results go to standard output, progress and refusals to standard error; a refusal is one sentence and exit code 2.
 Heavy imports happen inside the commands, so that `--help` and the data commands never wait for torch.
 """
 
+import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from dflash_core.errors import UserError
 from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import CommandFailure, Record, SourceFile
+
+if TYPE_CHECKING:
+    from dflash_core.completions.generation.progress import Progress as GenerationProgress
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -31,6 +45,47 @@ ResultOption = Annotated[Path | None, typer.Option("--result", help="write the r
 PartitionsArgument = Annotated[list[str] | None, typer.Argument(help="partition keys; default: every file")]
 at_exit = ExitStack()
 DEFAULT_RECIPE = Path("recipes/demo.toml")
+
+
+@app.command()
+def generate(
+    partitions: PartitionsArgument = None,
+    recipe: RecipeOption = DEFAULT_RECIPE,
+    server: Annotated[
+        list[str] | None, typer.Option(help="a base URL instead of the recipe's; may be repeated")
+    ] = None,
+    anew: Annotated[bool, typer.Option("--anew", help="forget the answers of earlier runs")] = False,
+) -> None:
+    """generated_completions: have the target answer the prompts; what was answered once is never asked again."""
+    from dflash_core.completions.generation.generate import (
+        FileGenerated,
+        Watch,
+        api_key,
+        generate_files,
+        list_prompts,
+        with_servers,
+    )
+    from dflash_core.tokenization.served import PromptEncoder
+
+    settings = with_servers(open_recipe(recipe), server or ())
+    sources = _chosen(list_prompts(settings), partitions, "prompts")
+    key, encoder = api_key(settings, os.environ), PromptEncoder(settings)
+    made: list[FileGenerated] = []
+    with _generation_bar() as show:
+        watch = Watch(show, lambda note: errors.print(note, style="yellow"))
+        for outcome in generate_files(settings, sources, encoder, key, watch, anew=anew):
+            if isinstance(outcome, FileGenerated):
+                made.append(outcome)
+            else:
+                errors.print(f"failed: {outcome.source.uri}: {outcome.reason}", style="red")
+    manifests = [outcome.manifest for outcome in made]
+    lines, written = sum(m.lines for m in manifests), sum(m.written for m in manifests)
+    tokens = sum(m.completion_tokens for m in manifests)
+    print(
+        f"{len(made)} of {len(sources)} files, {sum(o.skipped for o in made)} of them still valid: {lines:,} prompts, "
+        f"{written:,} completions with {tokens:,} tokens, {lines - written:,} dropped"
+    )
+    raise typer.Exit(0 if len(made) == len(sources) else 1)
 
 
 @app.command()
@@ -199,6 +254,26 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+@contextmanager
+def _generation_bar() -> Iterator[Callable[["GenerationProgress"], None]]:
+    """A bar with tokens/s, requests in flight, ETA and cost."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("generate"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("", total=1.0)
+
+        def show(now: "GenerationProgress") -> None:
+            eta = "" if now.eta_s is None else f"{timedelta(seconds=round(now.eta_s))} left, "
+            progress.update(task, completed=now.share, description=eta + now.text())
+
+        yield show
+
+
 def open_recipe(path: Path) -> Recipe:
     """The recipe, and until this command ends the embedded store if the recipe asks for it."""
     from dflash_core.storage.embedded import store_of
@@ -211,12 +286,16 @@ def open_recipe(path: Path) -> Recipe:
 def _sources(recipe: Recipe, partitions: list[str] | None) -> list[SourceFile]:
     from dflash_core.storage.store import list_sources, open_stores
 
-    sources = list_sources(open_stores(recipe).source)
+    return _chosen(list_sources(open_stores(recipe).source), partitions, "source file")
+
+
+def _chosen(sources: list[SourceFile], partitions: list[str] | None, what: str) -> list[SourceFile]:
     if not partitions:
         return sources
     unknown = set(partitions) - {source.partition for source in sources}
     if unknown:
-        raise UserError(f"no source file for {', '.join(sorted(unknown))}; keys look like {sources[0].partition}")
+        like = f"keys look like {sources[0].partition}" if sources else "there is none at all"
+        raise UserError(f"no {what} for {', '.join(sorted(unknown))}; {like}")
     return [source for source in sources if source.partition in set(partitions)]
 
 

@@ -58,6 +58,46 @@ class ShardManifest(Record):
     supervised_tokens: int
 
 
+class GeneratedFile(Record):
+    """What one file of prompts became; generated_completions/<partition>/manifest.json, written last.
+
+    lines = written + sum(dropped): every line of the prompts is in the completions or has its reason.
+    """
+
+    partition: str
+    request_hash: str
+    """Of everything but the prompts that decides the answers."""
+    policy_hash: str
+    """Of what decides which answers are kept."""
+    prompts: SourceFile
+    prompts_sha256: str
+    model: str
+    servers: tuple[str, ...]
+    completions: StoredObject
+    """Its key is relative to the source's prefix."""
+    completions_uri: str
+    rejects: StoredObject
+    """Every dropped line with its reason, JSON lines."""
+    lines: int
+    written: int
+    dropped: dict[str, int]
+    """Reason -> lines."""
+    outcomes: dict[str, int]
+    """Outcome -> prompts, whatever the policy made of them."""
+    cut_in_thought: int
+    """Of the truncated ones."""
+    asked: int
+    """Requests answered in this run; the others were answered in earlier ones."""
+    prompt_tokens: int
+    completion_tokens: int
+    completion_histogram: dict[int, int]
+    """Completion tokens, rounded up to multiples of 16 -> written rows."""
+    answer_seconds: dict[int, int]
+    """Seconds an answer took, rounded up -> written rows."""
+    seconds: float
+    """Of this run."""
+
+
 class Verdict(Record):
     """What the gate said. Reasons name files, rows and numbers."""
 

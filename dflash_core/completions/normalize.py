@@ -44,11 +44,11 @@ def normalize(row: dict[str, Json], line: int) -> Completion:
     turns = _turns(messages)
     prompt_ids, completion_ids = _engine_ids(row)
     return Completion(
-        row_id=_row_id(row),
+        row_id=row_id_of(row),
         line=line,
         messages=messages,
         turns=turns,
-        tools=_tools(row.get("tools")),
+        tools=tools_of(row.get("tools")),
         finish_reason=finish_reason,
         prompt_token_ids=prompt_ids,
         completion_token_ids=completion_ids,
@@ -58,7 +58,7 @@ def normalize(row: dict[str, Json], line: int) -> Completion:
 def _messages(row: dict[str, Json], finish_reason: FinishReason | None) -> tuple[Message, ...]:
     given = _raw_messages(row)
     last = len(given) - 1
-    return tuple(_message(m, i, finish_reason if i == last else "stop") for i, m in enumerate(given))
+    return tuple(message_of(m, i, finish_reason if i == last else "stop") for i, m in enumerate(given))
 
 
 def _raw_messages(row: dict[str, Json]) -> list[Json]:
@@ -95,7 +95,8 @@ def _answer(row: dict[str, Json], answer: Json) -> list[Json]:
     raise Refused("malformed messages", "the answer is neither text nor one message")
 
 
-def _message(raw: Json, index: int, finish_reason: FinishReason | None) -> Message:
+def message_of(raw: Json, index: int, finish_reason: FinishReason | None) -> Message:
+    """One message of a conversation; `finish_reason` is its own, and matters for an answer only. Raises Refused."""
     if type(raw) is not dict:
         raise Refused("malformed messages", f"message {index} is no object")
     if "role" in raw:
@@ -109,8 +110,8 @@ def _message(raw: Json, index: int, finish_reason: FinishReason | None) -> Messa
     extra = _extra(raw) if "name" in raw or "tool_call_id" in raw else ()
     if role != "assistant":
         return Message(role, text, extra=extra)
-    reasoning, text = _split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
-    calls = _tool_calls(raw["tool_calls"]) if raw.get("tool_calls") else ()
+    reasoning, text = split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
+    calls = tool_calls_of(raw["tool_calls"]) if raw.get("tool_calls") else ()
     return Message(role, text, reasoning, calls, extra, _spelling(raw) if reasoning is not None else None)
 
 
@@ -148,8 +149,11 @@ def _recorded_reasoning(raw: dict[str, Json], index: int) -> str | None:
     return first or second or None
 
 
-def _split_reasoning(recorded: str | None, content: str, finish_reason: FinishReason | None) -> tuple[str | None, str]:
-    """Bring the three spellings of a thought to one. White space at a thought's edges belongs to its tags."""
+def split_reasoning(recorded: str | None, content: str, finish_reason: FinishReason | None) -> tuple[str | None, str]:
+    """Bring the three spellings of a thought to one: (thought, answer). White space at its edges belongs to its tags.
+
+    Raises Refused.
+    """
     if recorded is not None:
         if content.lstrip().startswith(THINK_OPEN):
             raise Refused("ambiguous form", "a thought in its own field and another in the content")
@@ -169,7 +173,8 @@ def _split_reasoning(recorded: str | None, content: str, finish_reason: FinishRe
     return (thought.strip("\n") or None) if thought.strip() else None, after.lstrip("\n")
 
 
-def _tool_calls(raw: Json) -> tuple[dict[str, Json], ...]:
+def tool_calls_of(raw: Json) -> tuple[dict[str, Json], ...]:
+    """The calls of one message, arguments as objects. Raises Refused."""
     calls = _decoded(raw, "malformed tool calls")
     if type(calls) is dict:
         calls = [calls]
@@ -191,7 +196,8 @@ def _tool_call(raw: Json) -> dict[str, Json]:
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _tools(raw: Json) -> tuple[dict[str, Json], ...]:
+def tools_of(raw: Json) -> tuple[dict[str, Json], ...]:
+    """Tools given as a list, or as its text. Raises Refused."""
     if raw in (None, "", []):
         return ()
     tools = _decoded(raw, "malformed tools")
@@ -263,7 +269,8 @@ def _engine_ids(row: dict[str, Json]) -> tuple[tuple[int, ...] | None, tuple[int
     return tuple(prompt), tuple(completion)  # type: ignore[arg-type]
 
 
-def _row_id(row: dict[str, Json]) -> str:
+def row_id_of(row: dict[str, Json]) -> str:
+    """The row's own id, else a hash of its content. Raises Refused."""
     given = row.get("id")
     if type(given) is int or (type(given) is str and given):
         return str(given)

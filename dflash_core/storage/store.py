@@ -9,25 +9,22 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
-from urllib.parse import urlparse
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 from pydantic import ValidationError
 
-from dflash_core.errors import ObjectChanged, ObjectCorrupt, ObjectMissing, RecipeError, StorageError
+from dflash_core.errors import ObjectChanged, ObjectCorrupt, ObjectMissing, StorageError
 from dflash_core.recipe import Recipe, Storage
 from dflash_core.records import Record, SourceFile, StoredObject
+from dflash_core.storage.addresses import check_url
 from dflash_core.storage.keys import is_completions, partition_key
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-
-REFUSED_HOSTS = ("169.254.", "[fe80:")
-"""Link-local addresses: a recipe must not make us talk to a cloud's metadata service."""
 
 
 def make_client(storage: Storage, credentials: tuple[str, str] | None = None) -> "S3Client":
@@ -39,11 +36,7 @@ def make_client(storage: Storage, credentials: tuple[str, str] | None = None) ->
         RecipeError: the endpoint is no http(s) address or a link-local one.
     """
     if storage.endpoint_url is not None:
-        url = urlparse(storage.endpoint_url)
-        if url.scheme not in ("http", "https") or not url.netloc or url.netloc.startswith(REFUSED_HOSTS):
-            raise RecipeError(
-                f"storage.endpoint_url {storage.endpoint_url!r} must be the http(s) address of an S3 service"
-            )
+        check_url(storage.endpoint_url, "storage.endpoint_url")
     checksums: Literal["when_supported", "when_required"] = (
         "when_supported" if storage.request_checksums else "when_required"
     )
@@ -141,6 +134,28 @@ class Store:
             raise explain(error, f"writing {self.uri(key)}", self.bucket) from error
         return StoredObject(key=key, size=len(body), sha256=digest)
 
+    def create(self, key: str, body: bytes) -> bool:
+        """Write an object that must not exist yet; of several writers exactly one gets True, also after a lost answer.
+
+        False: another's object is there.
+        """
+        stored = StoredObject(key=key, size=len(body), sha256=hashlib.sha256(body).hexdigest())
+        try:
+            self.client.put_object(
+                Bucket=self.bucket,
+                Key=self.prefix + key,
+                Body=body,
+                IfNoneMatch="*",
+                Metadata={"sha256": stored.sha256},
+            )
+        except ClientError as error:
+            if _status(error) in (409, 412):
+                return self.holds(stored)  # our own, if the answer to an earlier try was lost
+            raise explain(error, f"writing {self.uri(key)}", self.bucket) from error
+        except BotoCoreError as error:
+            raise explain(error, f"writing {self.uri(key)}", self.bucket) from error
+        return True
+
     def read(self, stored: StoredObject) -> bytes:
         """Read what a manifest names and verify it.
 
@@ -196,28 +211,27 @@ class Store:
 
 @dataclass(frozen=True)
 class Stores:
-    """The two places a recipe names: the source of completions and the home of everything derived."""
+    """The places a recipe names: the source of completions, the home of everything derived, and maybe prompts."""
 
     source: Store
     derived: Store
+    prompts: Store | None
 
 
 def open_stores(recipe: Recipe) -> Stores:
-    """Both stores over one client; make them after forking, once per process."""
+    """All stores over one client; make them after forking, once per process."""
     client = make_client(recipe.storage)
     source, storage = recipe.source, recipe.storage
+    prompts = None if recipe.generation is None else recipe.generation.prompts
     return Stores(
         Store(client, source.bucket, source.prefix, storage.attempts),
         Store(client, storage.bucket, storage.prefix, storage.attempts),
+        None if prompts is None else Store(client, prompts.bucket, prompts.prefix, storage.attempts),
     )
 
 
-def list_sources(source: Store) -> list[SourceFile]:
-    """Every file of completions, sorted by partition.
-
-    Raises:
-        StorageError: the listing fails or finds no file of completions.
-    """
+def find_files(source: Store) -> list[SourceFile]:
+    """Every JSONL file of a source, sorted by partition; maybe none."""
     files = [
         SourceFile(
             partition=partition_key(source.prefix + key, source.prefix),
@@ -229,12 +243,22 @@ def list_sources(source: Store) -> list[SourceFile]:
         for key, size, etag in source.list()
         if is_completions(key)
     ]
+    return sorted(files, key=lambda f: f.partition)
+
+
+def list_sources(source: Store) -> list[SourceFile]:
+    """Every file of completions, sorted by partition.
+
+    Raises:
+        StorageError: the listing fails or finds no file of completions.
+    """
+    files = find_files(source)
     if not files:
         raise StorageError(
             f"{source.uri('')} holds no file of completions (*.jsonl, *.jsonl.gz, *.jsonl.zst); "
             "put some there or correct source.bucket and source.prefix in the recipe"
         )
-    return sorted(files, key=lambda f: f.partition)
+    return files
 
 
 def explain(error: ClientError | BotoCoreError, what: str, bucket: str) -> StorageError:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_core.completions.repetition import repetition_loops
 from dflash_core.quality.flags import Flag
 from dflash_core.quality.hashes import hash_rows
-from dflash_core.quality.repetition import repetition_loops
 from dflash_core.recipe import Recipe
 from dflash_core.tokenization.rows import I64, RowBatch
 

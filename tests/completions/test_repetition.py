@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_core.quality.repetition import MIN_REPEATS, MIN_TOKENS, repetition_loops
+from dflash_core.completions.repetition import MIN_REPEATS, MIN_TOKENS, repetition_loops
 
 
 def _flagged(*completions: list[int]) -> list[bool]:

@@ -1,0 +1,292 @@
+"""One file of prompts on its way to a file of completions: what is still to be asked, and the file once all is settled.
+
+Every line of the prompts ends up in the completions or among the rejects with its reason. The completions are written
+in the order of the prompts, whole, to where the recipe's source is; the manifest follows last.
+"""
+
+import gzip
+import hashlib
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import orjson
+import zstandard
+
+from dflash_core.completions.generation.answers import Answer, Outcome, Plan, Request, output_row
+from dflash_core.completions.generation.ledger import Ledger
+from dflash_core.completions.generation.prompts import Prompt, PromptFile, wire_messages
+from dflash_core.completions.generation.servers import NoAnswer
+from dflash_core.completions.lines import read_lines
+from dflash_core.errors import UnreadableFile
+from dflash_core.records import GeneratedFile, Reject, SourceFile, StoredObject
+from dflash_core.storage.keys import object_key
+from dflash_core.storage.store import Download, Stores
+from dflash_core.storage.transfers import delete_object, upload_file
+
+SHOWN_REASONS = 4
+
+
+def manifest_key(partition: str) -> str:
+    """Relative to the storage prefix."""
+    return f"generated_completions/{partition}/manifest.json"
+
+
+def find_valid(stores: Stores, source: SourceFile, plan: Plan) -> GeneratedFile | None:
+    """The manifest of a file that asking again would not change."""
+    manifest = stores.derived.find_record(manifest_key(source.partition), GeneratedFile)
+    if manifest is None or (manifest.request_hash, manifest.policy_hash) != (plan.request_hash, plan.policy_hash):
+        return None
+    complete = not (manifest.outcomes.get("refused") or manifest.outcomes.get("unanswered"))
+    unchanged = manifest.prompts.etag == source.etag and stores.source.holds(manifest.completions)
+    return manifest if complete and unchanged else None
+
+
+@dataclass
+class FileWork:
+    """One file of prompts, its ledger, and what this run found out about it."""
+
+    source: SourceFile
+    plan: Plan
+    stores: Stores
+    work_dir: Path
+    prompts: PromptFile
+    sha256: str
+    lines: int
+    ledger: Ledger
+    no_answers: dict[int, NoAnswer] = field(default_factory=dict)
+    """By line."""
+    settled: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    """Outcome -> settled prompts with a bad one."""
+    asked: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def pending(self) -> Iterator[tuple[Prompt, Request]]:
+        """Every prompt that is not settled yet, with what is to be asked next."""
+        for prompt in self.prompts:
+            if isinstance(prompt, Reject):
+                continue
+            request, outcome = self._chain(prompt)
+            if outcome is None:
+                yield prompt, request
+            else:
+                self.settle(outcome)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the ledger holds all that is needed."""
+        return all(isinstance(prompt, Reject) or self._chain(prompt)[1] is not None for prompt in self.prompts)
+
+    def settle(self, outcome: str) -> None:
+        """A prompt has its last answer, or none for good.
+
+        Raises:
+            UnreadableFile: so many are bad that going on is a waste.
+        """
+        self.settled += 1
+        if outcome != "good":
+            self.bad[outcome] += 1
+        if self.settled >= self.plan.generation.outcomes.enough_answers:
+            self._check_hope()
+
+    def finish(self) -> GeneratedFile:
+        """Write completions, rejects and manifest. Everything must have been settled and committed.
+
+        Raises:
+            UnreadableFile: too many answers are bad, or none can be kept; or a foreign file is in the place.
+            StorageError: the store refuses or is unreachable.
+        """
+        self._check_hope()
+        self.check_place()
+        relative = object_key(self.source.partition, "")
+        with tempfile.TemporaryDirectory(dir=self.work_dir) as folder:
+            path = Path(folder) / "completions"
+            with _output(path, relative) as file:
+                tally = _Tally()
+                for prompt in self.prompts:
+                    file.write(self._line(prompt, tally))
+            if not tally.written:
+                raise UnreadableFile(f"no answer can be kept: {_counted(tally.reasons)}")
+            rejects = b"".join(reject.model_dump_json().encode() + b"\n" for reject in tally.rejects)
+            stored_rejects = self.stores.derived.put(
+                f"generated_completions/{self.source.partition}/rejects.jsonl", rejects, "application/jsonl"
+            )
+            completions = upload_file(self.stores.source, relative, path)
+        manifest = self._manifest(tally, completions, stored_rejects)
+        self.stores.derived.put_record(manifest_key(self.source.partition), manifest)
+        return manifest
+
+    def check_place(self) -> None:
+        """Refuse to replace a source file of somebody else's.
+
+        Raises:
+            UnreadableFile: there is one.
+        """
+        if self.plan.generation.overwrite:
+            return
+        key = object_key(self.source.partition, "")
+        there = next((found for found, _, _ in self.stores.source.list(key) if found == key), None)
+        manifest = self.stores.derived.find_record(manifest_key(self.source.partition), GeneratedFile)
+        if there is not None and (manifest is None or not self.stores.source.holds(manifest.completions)):
+            raise UnreadableFile(
+                f"{self.stores.source.uri(key)} is there and was not generated from these prompts; move it away, or "
+                "set generation.overwrite = true"
+            )
+
+    def _chain(self, prompt: Prompt) -> tuple[Request, Outcome | None]:
+        """The last request of a prompt as far as the ledger knows, and its outcome if it is answered."""
+        request = self.plan.first(prompt)
+        while (place := self.ledger.find(request.key)) is not None:
+            following = self.plan.next(prompt, request, place.outcome)
+            if following is None:
+                return request, place.outcome
+            request = following
+        return request, None
+
+    def _line(self, prompt: Prompt | Reject, tally: "_Tally") -> bytes:
+        """The output for one line of the prompts: a row, or nothing and a reject."""
+        tally.lines += 1
+        if isinstance(prompt, Reject):
+            return tally.reject(prompt)
+        missing = self.no_answers.get(prompt.line)
+        if missing is not None:
+            outcome = "refused" if missing.refused else "unanswered"
+            tally.outcomes[outcome] += 1
+            return tally.reject(Reject(line=prompt.line, reason=outcome, detail=missing.reason))
+        request, _ = self._chain(prompt)
+        place = self.ledger.find(request.key)
+        assert place is not None, "a prompt was never settled"
+        answer, outcome = self.ledger.read(place), place.outcome
+        cut = outcome == "truncated" and answer.cut_in_thought
+        tally.cut_in_thought += cut
+        if tally.is_repeated(prompt, answer):
+            tally.outcomes["duplicate"] += 1
+            if self.plan.generation.outcomes.duplicate == "drop":
+                return tally.reject(Reject(line=prompt.line, reason="duplicate", detail="prompt and answer occurred"))
+        else:
+            tally.outcomes[outcome] += 1
+        if self.plan.policy(outcome) != "keep":
+            detail = f"{answer.completion_tokens} tokens" + (", cut inside the thought" if cut else "")
+            return tally.reject(Reject(line=prompt.line, reason=outcome, detail=detail))
+        tally.keep(answer)
+        return output_row(prompt, answer, request, self.plan, self.source.key)
+
+    def _check_hope(self) -> None:
+        bad, most = sum(self.bad.values()), self.plan.generation.outcomes.max_bad_share
+        if bad > most * self.settled:
+            raise UnreadableFile(
+                f"given up: of {self.settled} answers {100 * bad / self.settled:.0f} % are bad ({_counted(self.bad)}), "
+                f"more than generation.outcomes.max_bad_share = {most:g}; correct the server, its template or the "
+                "sampling, then generate it anew"
+            )
+
+    def _manifest(self, tally: "_Tally", completions: StoredObject, rejects: StoredObject) -> GeneratedFile:
+        return GeneratedFile(
+            partition=self.source.partition,
+            request_hash=self.plan.request_hash,
+            policy_hash=self.plan.policy_hash,
+            prompts=self.source,
+            prompts_sha256=self.sha256,
+            model=self.plan.generation.model,
+            servers=tuple(sorted(tally.servers)),
+            completions=completions,
+            completions_uri=self.stores.source.uri(completions.key),
+            rejects=rejects,
+            lines=tally.lines,
+            written=tally.written,
+            dropped=dict(tally.reasons.most_common()),
+            outcomes=dict(tally.outcomes.most_common()),
+            cut_in_thought=tally.cut_in_thought,
+            asked=self.asked,
+            prompt_tokens=tally.prompt_tokens,
+            completion_tokens=tally.completion_tokens,
+            completion_histogram=dict(sorted(tally.lengths.items())),
+            answer_seconds=dict(sorted(tally.seconds.items())),
+            seconds=round(time.monotonic() - self.began, 3),
+        )
+
+
+def open_work(source: SourceFile, plan: Plan, stores: Stores, work_dir: Path, *, anew: bool) -> FileWork:
+    """Read the prompts and the ledger; `anew` throws the ledger away first.
+
+    Raises:
+        UserError: the prompts cannot be read, or a foreign file lies where the completions belong.
+    """
+    assert stores.prompts is not None
+    prefix = f"generated_completions/{source.partition}/{plan.request_hash}/"
+    if anew:
+        for key, _, _ in list(stores.derived.list(prefix)):
+            delete_object(stores.derived, key)
+    got: Download = stores.prompts.get(source.key.removeprefix(stores.prompts.prefix), etag=source.etag)
+    prompts = PromptFile(got.body, source.uri, plan.generation.answers_in_prompts)
+    lines = sum(1 for _ in read_lines(got.body, source.uri))
+    if not lines:
+        raise UnreadableFile(f"{source.uri} is empty; put prompts into it or remove it")
+    work = FileWork(
+        source, plan, stores, work_dir, prompts, got.sha256, lines, Ledger(stores.derived, prefix, work_dir)
+    )
+    if not work.is_answered:
+        work.check_place()
+    return work
+
+
+@dataclass
+class _Tally:
+    """Counts while the output is written."""
+
+    lines: int = 0
+    written: int = 0
+    cut_in_thought: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rejects: list[Reject] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    seconds: Counter[int] = field(default_factory=Counter)
+    servers: set[str] = field(default_factory=set)
+    _seen: set[bytes] = field(default_factory=set)
+
+    def reject(self, reject: Reject) -> bytes:
+        self.rejects.append(reject)
+        self.reasons[reject.reason] += 1
+        return b""
+
+    def keep(self, answer: Answer) -> None:
+        self.written += 1
+        self.prompt_tokens += answer.prompt_tokens
+        self.completion_tokens += answer.completion_tokens
+        self.lengths[-(-answer.completion_tokens // 16) * 16] += 1
+        self.seconds[int(answer.seconds) + 1] += 1
+        self.servers.add(answer.server)
+
+    def is_repeated(self, prompt: Prompt, answer: Answer) -> bool:
+        said = [answer.reasoning, answer.content, answer.tool_calls]
+        digest = hashlib.sha256(orjson.dumps([wire_messages(prompt.messages), prompt.tools, said])).digest()
+        repeated = digest in self._seen
+        self._seen.add(digest)
+        return repeated
+
+
+@contextmanager
+def _output(path: Path, name: str) -> Iterator[IO[bytes]]:
+    """A file to write lines to, compressed as its name says; equal lines give equal bytes."""
+    with path.open("wb") as plain:
+        if name.endswith(".gz"):
+            with gzip.GzipFile("", "wb", fileobj=plain, mtime=0) as packed:
+                yield packed  # type: ignore[misc]
+        elif name.endswith(".zst"):
+            with zstandard.ZstdCompressor().stream_writer(plain, closefd=False) as writer:
+                yield writer
+        else:
+            yield plain
+
+
+def _counted(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(SHOWN_REASONS)) or "nothing was asked"
