@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlparse
 
 from dflash_core.errors import UserError
-from dflash_core.storage.store import REFUSED_HOSTS
+from dflash_core.storage.addresses import check_url
 
 TIMEOUT_S = 600.0
 PROBE_TIMEOUT_S = 5.0
@@ -82,9 +81,7 @@ class Server:
     url: str
 
     def __post_init__(self) -> None:
-        parts = urlparse(self.url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.netloc.startswith(REFUSED_HOSTS):
-            raise UserError(f"{self.url!r} must be the http(s) address of a server, for example http://127.0.0.1:8000")
+        check_url(self.url, "the address of the server")
 
     def answers(self) -> bool:
         """Whether it says that it is ready."""
