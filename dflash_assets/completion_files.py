@@ -28,6 +28,7 @@ OWNERS = ["team:data"]
 
 raw_completions = dg.AssetSpec(
     "raw_completions",
+    deps=["generated_completions"],
     description="A file of completions as the target model wrote it: read whole, hashed, every line kept or rejected.",
     group_name=GROUP,
     kinds={"s3"},
@@ -81,7 +82,7 @@ def completion_file_assets(
     try:
         derived = open_stores(settings).derived
         sources, gone = sources_of(settings, context.partition_keys)
-        failed |= dict.fromkeys(gone, "the source file is gone")
+        failed |= dict.fromkeys(gone, "its source file is gone, or not generated yet")
         for outcome in process_files(settings, sources):
             if isinstance(outcome, FileDone):
                 manifests.append(outcome.manifest)

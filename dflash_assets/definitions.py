@@ -9,6 +9,7 @@ from dflash_assets.completion_files import completion_file_assets
 from dflash_assets.drafter_checkpoint import drafter_checkpoint, drafter_coverage
 from dflash_assets.drafter_eval import drafter_eval
 from dflash_assets.drafter_export import drafter_export
+from dflash_assets.generated_completions import generated_completions
 from dflash_assets.resources import RecipeResource, s3_of_environment
 from dflash_assets.training_set import training_set
 
@@ -17,6 +18,7 @@ s3 = s3_of_environment()
 
 defs = dg.Definitions(
     assets=[
+        generated_completions,
         completion_file_assets,
         training_set,
         drafter_checkpoint,

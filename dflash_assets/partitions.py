@@ -1,4 +1,4 @@
-"""The one partitions definition: a partition is a source file with completions."""
+"""The one partitions definition: a partition is a source file with completions, or the prompts that will become one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import dagster as dg
 
 from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile
-from dflash_core.storage.store import list_sources, open_stores
+from dflash_core.storage.store import find_files, list_sources, open_stores
 
 NAME = "completion_files"
 completion_files = dg.DynamicPartitionsDefinition(name=NAME)
@@ -20,18 +20,20 @@ class Synced:
     sources: tuple[SourceFile, ...]
     added: tuple[str, ...]
     vanished: tuple[str, ...]
-    """Partitions without an object. They are kept: a drafter may have been trained on them."""
+    """Partitions without completions and prompts. They are kept: a drafter may have been trained on them."""
 
 
 def sync_partitions(instance: dg.DagsterInstance, recipe: Recipe) -> Synced:
-    """Make every source file a partition of this instance; serves the sensor, the CLI, the demo and the tests.
+    """Make every file of completions or prompts a partition of this instance.
 
     Raises:
-        StorageError: the bucket cannot be listed or holds no completions.
+        StorageError: the bucket cannot be listed or holds neither completions nor prompts.
     """
-    sources = list_sources(open_stores(recipe).source)
+    stores = open_stores(recipe)
+    prompts = [] if stores.prompts is None else find_files(stores.prompts)
+    sources = find_files(stores.source) if prompts else list_sources(stores.source)
     known = set(instance.get_dynamic_partitions(NAME))
-    found = [source.partition for source in sources]
+    found = sorted({file.partition for file in [*sources, *prompts]})
     added = [partition for partition in found if partition not in known]
     if added:
         instance.add_dynamic_partitions(NAME, added)

@@ -91,7 +91,7 @@ class GeneratedFile(Record):
     prompt_tokens: int
     completion_tokens: int
     completion_histogram: dict[int, int]
-    """Completion tokens, rounded up to multiples of 16 -> written rows."""
+    """Completion tokens -> written rows."""
     answer_seconds: dict[int, int]
     """Seconds an answer took, rounded up -> written rows."""
     seconds: float

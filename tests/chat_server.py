@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 
@@ -31,6 +31,7 @@ class Behaviour:
     """More requests at once are answered with 429."""
     token_ids: bool = False
     """False: `return_token_ids` is an unexpected field, 422."""
+    count_tokens: Callable[[str], int] = len
     extra_tokens: int = 0
     """More tokens a prompt than it has: another chat template."""
     room: int | None = None
@@ -142,7 +143,7 @@ class ChatServer:
             finish = "content_filter"
         message = {"role": "assistant", "content": answer, self.behaviour.reasoning_field: thought}
         choice: dict[str, object] = {"index": 0, "message": message, "finish_reason": finish}
-        tokens = len(text) + self.behaviour.extra_tokens
+        tokens = self.behaviour.count_tokens(text) + self.behaviour.extra_tokens
         result: dict[str, object] = {"model": self.behaviour.model, "choices": [choice]}
         result["usage"] = {"prompt_tokens": tokens, "completion_tokens": len(answer)}
         if body.get("return_token_ids"):

@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from dflash_core.quality.file_picture import AMBER, BINS, BLUE, GRID, INK, MUTED, RED, short
 from dflash_core.quality.histogram import Histogram, equal_bins, quantiles
 from dflash_core.quality.statistics import Counts, FileStatistics, MergedStatistics, Spike
+from dflash_core.records import GeneratedFile
 
 BARS = 7
 WORST_FILES = 10
@@ -33,6 +34,19 @@ def merged_plot(merged: MergedStatistics, files: Sequence[FileStatistics]) -> by
     finish_axes(ends, merged)
     lost_axes(lost, merged)
     worst_files_axes(worst, files)
+    return _png(figure)
+
+
+def generation_plot(generated: GeneratedFile) -> bytes:
+    """One picture of a generated file: what the answers are worth, how long they are, how long they took."""
+    figure = _figure(9.6, 2.7)
+    worth, tokens, seconds = figure.subplots(1, 3, width_ratios=(1.1, 1.2, 1.2))
+    colours = dict.fromkeys(generated.outcomes, AMBER) | {"good": BLUE, "refused": RED, "unanswered": RED}
+    _bars(worth, generated.outcomes, colours, "Answers", rendered=max(1, sum(generated.outcomes.values())))
+    _histogram_axes(tokens, generated.completion_histogram, None)
+    _decorate(tokens, "Tokens per answer", "tokens", "answers")
+    _histogram_axes(seconds, generated.answer_seconds, None)
+    _decorate(seconds, "Time per answer", "seconds", "answers")
     return _png(figure)
 
 

@@ -12,7 +12,8 @@ from dflash_assets.metadata import GROUP
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LINEAGE = {
-    "raw_completions": set[str](),
+    "generated_completions": set[str](),
+    "raw_completions": {"generated_completions"},
     "tokenized_shards": {"raw_completions"},
     "loss_mask_stats": {"tokenized_shards"},
     "training_set": {"tokenized_shards", "loss_mask_stats"},
@@ -21,7 +22,7 @@ LINEAGE = {
     "drafter_eval": {"drafter_checkpoint"},
     "drafter_export": {"drafter_checkpoint", "drafter_eval"},
 }
-PARTITIONED = {"raw_completions", "tokenized_shards", "loss_mask_stats", "drafter_coverage"}
+PARTITIONED = {"generated_completions", "raw_completions", "tokenized_shards", "loss_mask_stats", "drafter_coverage"}
 
 
 def test_lineage() -> None:

@@ -262,7 +262,7 @@ class _Tally:
         self.written += 1
         self.prompt_tokens += answer.prompt_tokens
         self.completion_tokens += answer.completion_tokens
-        self.lengths[-(-answer.completion_tokens // 16) * 16] += 1
+        self.lengths[answer.completion_tokens] += 1
         self.seconds[int(answer.seconds) + 1] += 1
         self.servers.add(answer.server)
 

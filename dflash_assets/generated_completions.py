@@ -1,0 +1,173 @@
+"""generated_completions: prompts -> an OpenAI-compatible server -> the source file of the same partition.
+
+Upstream of raw_completions and optional: most sources have no prompts, and are materialized without it.
+A backfill takes many files at once, so that the servers' slots stay busy from one file to the next; its size differs
+from that of the file assets, so that a bad file of prompts fails alone.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import dagster as dg
+
+from dflash_assets.metadata import GROUP, file_uri, picture
+from dflash_assets.partitions import completion_files, sources_of
+from dflash_assets.resources import RecipeResource
+from dflash_core.errors import StorageError, UserError
+from dflash_core.quality.plots import generation_plot
+from dflash_core.recipe import Recipe
+from dflash_core.records import GeneratedFile, SourceFile
+
+if TYPE_CHECKING:
+    from dflash_core.completions.generation.progress import Progress
+
+FILES_PER_RUN = 100
+LOG_EVERY_S = 15.0
+
+Event = dg.AssetMaterialization | dg.MaterializeResult  # type: ignore[type-arg]
+Metadata = dict[str, dg.MetadataValue | str | int | float | bool]
+
+
+class GenerationConfig(dg.Config):
+    """What the launchpad may change."""
+
+    servers: list[str] | None = None
+    """Base URLs instead of the recipe's."""
+    anew: bool = False
+    """Forget the answers of earlier runs."""
+
+
+@dg.asset(
+    partitions_def=completion_files,
+    backfill_policy=dg.BackfillPolicy.multi_run(FILES_PER_RUN),
+    output_required=False,
+    description="A file of prompts, answered by the target behind an OpenAI-compatible server.",
+    group_name=GROUP,
+    kinds={"openai", "s3"},
+    owners=["team:data"],
+    pool="servers",
+)
+def generated_completions(
+    context: dg.AssetExecutionContext, recipe: RecipeResource, config: GenerationConfig
+) -> Iterator[Event]:
+    """Generate the files of this run's partitions; every answer that was ever committed is used, not asked again."""
+    report = _Report(context, alone=len(context.partition_keys) == 1)
+    failed: dict[str, str] = {}
+    stopped = ""
+    try:
+        settings = recipe.load()
+        prompts, without = _prompts_of(settings, list(context.partition_keys))
+        there, gone = _written_by_others(settings, without)
+        yield from (report.untouched(source) for source in there)
+        failed |= dict.fromkeys(gone, "there are neither prompts nor completions")
+        yield from _generate(settings, prompts, config, report, failed)
+    except UserError as error:
+        stopped = str(error)
+    if failed or stopped:
+        sentences = [*([stopped] if stopped else []), *(f"{key}: {reason}" for key, reason in sorted(failed.items()))]
+        raise dg.Failure("; ".join(sentences), allow_retries=False)
+
+
+def _generate(
+    settings: Recipe, prompts: list[SourceFile], config: GenerationConfig, report: "_Report", failed: dict[str, str]
+) -> Iterator[Event]:
+    if not prompts:
+        return
+    from dflash_core.completions.generation.generate import (  # the client is paid for only where prompts are
+        FileGenerated,
+        Watch,
+        api_key,
+        generate_files,
+        with_servers,
+    )
+    from dflash_core.tokenization.served import PromptEncoder
+
+    settings = with_servers(settings, config.servers or ())
+    key, watch = api_key(settings, os.environ), Watch(report.progress, report.note)
+    for outcome in generate_files(settings, prompts, PromptEncoder(settings), key, watch, anew=config.anew):
+        if isinstance(outcome, FileGenerated):
+            yield report.generated(outcome.manifest, outcome.skipped)
+        else:
+            failed[outcome.source.partition] = outcome.reason
+            report.note(f"{outcome.source.uri}: {outcome.reason}")
+
+
+def _prompts_of(settings: Recipe, partitions: list[str]) -> tuple[list[SourceFile], list[str]]:
+    """The files of prompts of these partitions, and the partitions that have none."""
+    from dflash_core.storage.store import find_files, open_stores
+
+    store = open_stores(settings).prompts
+    found = {source.partition: source for source in find_files(store)} if store is not None else {}
+    return [found[key] for key in partitions if key in found], [key for key in partitions if key not in found]
+
+
+def _written_by_others(settings: Recipe, partitions: list[str]) -> tuple[list[SourceFile], list[str]]:
+    """The source files of partitions without prompts, and the partitions that do not even have that."""
+    if not partitions:
+        return [], []
+    try:
+        return sources_of(settings, partitions)
+    except StorageError:
+        return [], partitions
+
+
+@dataclass
+class _Report:
+    """What Dagster is told. A partition that is alone gives an output, so that its downstream may share the run."""
+
+    context: dg.AssetExecutionContext
+    alone: bool
+    _logged_at: float = 0.0
+
+    def progress(self, now: "Progress") -> None:
+        """A line in the log every now and then."""
+        if time.monotonic() - self._logged_at > LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            self.context.log.info(now.text())
+
+    def note(self, sentence: str) -> None:
+        """What people should know."""
+        self.context.log.warning(sentence)
+
+    def untouched(self, source: SourceFile) -> Event:
+        """A partition without prompts: what lies in the source stands."""
+        metadata: Metadata = {**file_uri(source.uri), "prompts": "none: the file was not generated here"}
+        return self._event(source.partition, source.etag, metadata)
+
+    def generated(self, made: GeneratedFile, skipped: bool) -> Event:
+        """A generated file with its numbers and picture."""
+        good = made.outcomes.get("good", 0)
+        metadata: Metadata = {
+            **file_uri(made.completions_uri),
+            "dagster/row_count": made.written,
+            "sha256": made.completions.sha256,
+            "prompts": made.prompts.uri,
+            "prompts read": made.lines,
+            "prompts dropped": made.lines - made.written,
+            "drop reasons": dg.MetadataValue.json(made.dropped),
+            "outcomes": dg.MetadataValue.json(made.outcomes),
+            "good share": round(good / max(1, sum(made.outcomes.values())), 4),
+            "cut inside the thought": made.cut_in_thought,
+            "prompt tokens": made.prompt_tokens,
+            "completion tokens": made.completion_tokens,
+            "answers asked in this run": 0 if skipped else made.asked,
+            "skipped, still valid": skipped,
+            "model": made.model,
+            "servers": ", ".join(made.servers),
+            "seconds": made.seconds,
+            "picture": picture(generation_plot(made)),
+        }
+        return self._event(made.partition, made.completions.sha256, metadata)
+
+    def _event(self, partition: str, version: str, metadata: Metadata) -> Event:
+        if self.alone:
+            return dg.MaterializeResult(metadata=metadata, data_version=dg.DataVersion(version))
+        return dg.AssetMaterialization(
+            asset_key="generated_completions",
+            partition=partition,
+            metadata=metadata,
+            tags={"dagster/data_version": version},
+        )
