@@ -6,6 +6,7 @@ interrupted writer leaves orphans, never half an artefact.
 """
 
 import hashlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
+"""Before a body that broke off is asked for again; it doubles."""
 
 
 def make_client(storage: Storage, credentials: tuple[str, str] | None = None) -> "S3Client":
@@ -52,7 +56,7 @@ def make_client(storage: Storage, credentials: tuple[str, str] | None = None) ->
                 max_pool_connections=storage.downloads + storage.uploads,
                 connect_timeout=storage.connect_timeout_s,
                 read_timeout=storage.read_timeout_s,
-                retries={"mode": "standard", "max_attempts": storage.attempts},
+                retries={"mode": "standard", "total_max_attempts": storage.attempts},
                 request_checksum_calculation=checksums,
                 response_checksum_validation=checksums,
             ),
@@ -103,20 +107,21 @@ class Store:
             StorageError: after `attempts` tries the body is still short or broken off.
         """
         what = f"reading {self.uri(key)}"
+        condition = {"IfMatch": f'"{etag}"'} if etag is not None else {}
         for attempt in range(self.attempts):
-            try:
-                condition = {"IfMatch": f'"{etag}"'} if etag is not None else {}
+            try:  # the client itself tries again until there is an answer
                 answer = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key, **condition)  # type: ignore[arg-type]
-                body = answer["Body"].read()
-                if len(body) == answer["ContentLength"]:
-                    return Download(body, answer["ETag"].strip('"'), hashlib.sha256(body).hexdigest())
-                problem = f"got {len(body)} of {answer['ContentLength']} bytes"
-            except ClientError as error:
+            except (ClientError, BotoCoreError) as error:
                 raise explain(error, what, self.bucket) from error
+            try:
+                body, expected = answer["Body"].read(), answer.get("ContentLength")
+                if len(body) == expected:
+                    return Download(body, answer["ETag"].strip('"'), hashlib.sha256(body).hexdigest())
+                problem = f"got {len(body)} of {expected} bytes"
             except BotoCoreError as error:
-                if attempt == self.attempts - 1:
-                    raise explain(error, what, self.bucket) from error
                 problem = str(error)
+            if attempt < self.attempts - 1:
+                time.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**attempt))
         raise StorageError(f"{what}: {problem}, in each of {self.attempts} tries")
 
     def put(self, key: str, body: bytes, content_type: str = "application/octet-stream") -> StoredObject:
@@ -276,6 +281,11 @@ def explain(error: ClientError | BotoCoreError, what: str, bucket: str) -> Stora
         return ObjectChanged(f"{what}: the object was replaced since it was listed; run this partition again")
     if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"):
         return StorageError(f"{what}: the store refuses the credentials ({code}); check the AWS_* variables")
+    if code == "NotImplemented" or _status(error) == 501:
+        return StorageError(
+            f"{what}: the store does not know what was asked ({error}); if it refuses the checksums of recent clients, "
+            "set storage.request_checksums = false"
+        )
     if _status(error) == 403:
         return StorageError(f"{what}: access denied ({code}); these credentials may not do this in bucket {bucket!r}")
     return StorageError(f"{what}: {error}")
