@@ -19,7 +19,7 @@ MAX_TEXT_BYTES = 1 << 30
 """Most bytes one object may decompress to."""
 MAX_LINE_BYTES = 8 << 20
 BLOCK_BYTES = 1 << 20
-MAX_WHOLE_BYTES = 32 << 20
+MAX_WHOLE_BYTES = 8 << 20
 """A plain file up to this size is split at once, which copies it once less."""
 ZSTD_STEP_BYTES = 1 << 10
 """Four bytes of zstd can stand for 128 KiB, so one step yields 32 MiB at most."""

@@ -7,7 +7,11 @@ from dflash_core.completions.lines import MAX_LINE_BYTES, read_lines
 from dflash_core.completions.normalize import normalize
 from dflash_core.completions.parsing import parse_object
 from dflash_core.completions.record import Completion, Refused
+from dflash_core.errors import UnreadableFile
 from dflash_core.records import Reject
+
+MAX_REJECTS = 100_000
+"""Of one file: each is kept with its line and reason, and a few kilobytes can hold a billion blank lines."""
 
 
 @dataclass
@@ -24,7 +28,19 @@ class CompletionFile:
     lines_read: int = 0
 
     def __iter__(self) -> Iterator[Completion | Reject]:
-        """Raises UnreadableFile if the compressed stream is broken or too long."""
+        """Raises UnreadableFile if the compressed stream is broken or too long, or there are too many rejects."""
+        rejected = 0
+        for item in self._items():
+            if isinstance(item, Reject):
+                rejected += 1
+                if rejected > MAX_REJECTS:
+                    raise UnreadableFile(
+                        f"{self.where}: more than {MAX_REJECTS:,} of its lines are rejected, the last at line {item.line} "
+                        f'("{item.reason}"); correct the file or split it'
+                    )
+            yield item
+
+    def _items(self) -> Iterator[Completion | Reject]:
         for line in read_lines(self.body, self.where):
             self.lines_read += 1
             if line.text is None:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -228,26 +227,3 @@ def test_tokenization_passes_without_torch(make_recipe) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, make_recipe().model_dump_json(), line().decode()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
-
-
-LIMITED = """
-import json, resource, sys, zlib
-from dflash_core.records import SourceFile
-from dflash_core.recipe import Recipe
-from dflash_core.tokenization.files import FileTokenizer
-tokenizer = FileTokenizer(Recipe.model_validate_json(sys.argv[1]))
-resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-compressor = zlib.compressobj(1, zlib.DEFLATED, 31)
-body = b"".join(compressor.compress(b"x" * (1 << 20)) for _ in range(1000))
-body += compressor.compress(b"\\n" + sys.argv[2].encode()) + compressor.flush()
-source = SourceFile(partition="p", key="k", uri="u", etag="e", size=len(body))
-done = tokenizer.tokenize(body, source, "0")
-print(done.statistics.rows_kept, done.reject_reasons)
-"""
-
-
-def test_a_line_of_a_gigabyte_is_rejected_within_a_gigabyte_of_memory(make_recipe) -> None:
-    assert resource.getrlimit(resource.RLIMIT_AS)
-    command = [sys.executable, "-c", LIMITED, make_recipe().model_dump_json(), line().decode()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert done.stdout == "1 {'line too long': 1}\n", done.stderr
