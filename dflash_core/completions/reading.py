@@ -35,8 +35,8 @@ class CompletionFile:
                 rejected += 1
                 if rejected > MAX_REJECTS:
                     raise UnreadableFile(
-                        f"{self.where}: more than {MAX_REJECTS:,} of its lines are rejected, the last at line {item.line} "
-                        f'("{item.reason}"); correct the file or split it'
+                        f"{self.where}: more than {MAX_REJECTS:,} of its lines are rejected, the last at line "
+                        f'{item.line} ("{item.reason}"); correct the file or split it'
                     )
             yield item
 
