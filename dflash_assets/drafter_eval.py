@@ -3,10 +3,10 @@
 import dagster as dg
 
 from dflash_assets.drafter_checkpoint import GPU_TAGS, drafter_checkpoint
-from dflash_assets.metadata import GROUP, file_uri
+from dflash_assets.metadata import GROUP, file_uri, picture
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
-from dflash_core.records import DrafterEval
+from dflash_core.records import AcceptanceCut, DrafterEval
 from dflash_core.storage.store import open_stores
 
 
@@ -32,6 +32,11 @@ class RunConfig(dg.Config):
     check_specs=[
         dg.AssetCheckSpec("lossless", asset="drafter_eval", description="The same tokens with and without a drafter."),
         dg.AssetCheckSpec("acceptance", asset="drafter_eval", description="At or above the recipe's threshold."),
+        dg.AssetCheckSpec(
+            "not_worse",
+            asset="drafter_eval",
+            description="Not worse than the previous drafter of this target beyond noise, on the same prompts.",
+        ),
     ],
 )
 def drafter_eval(context: dg.AssetExecutionContext, recipe: RecipeResource, config: RunConfig) -> dg.MaterializeResult:  # type: ignore[type-arg]
@@ -39,29 +44,86 @@ def drafter_eval(context: dg.AssetExecutionContext, recipe: RecipeResource, conf
     settings = recipe.load()
     arguments = ["dflash_core.cli", "evaluate", "--recipe", recipe.path, *config.arguments()]
     report = run_core(arguments, DrafterEval)
-    threshold = settings.evaluation.min_acceptance_length
+    derived = open_stores(settings).derived
     return dg.MaterializeResult(
         metadata={
-            **file_uri(open_stores(settings).derived.uri(f"drafter_eval/{report.run}/report.json")),
+            **file_uri(derived.uri(f"drafter_eval/{report.run}/report.json")),
             "run": report.run,
+            "picture": picture(derived.read(report.picture)),
+            "report": derived.uri(report.markdown.key),
             "acceptance length": round(report.acceptance_length, 3),
+            "acceptance length, 95 %": _interval(report.acceptance_interval),
+            "acceptance length, mean of responses": round(report.acceptance_length_response_mean, 3),
             "acceptance length, n-gram": round(report.acceptance_length_ngram, 3),
             "acceptance length, no features": round(report.acceptance_length_no_features, 3),
             "conditional acceptance by slot": dg.MetadataValue.json(
                 [round(share, 4) for share in report.conditional_acceptance]
             ),
+            "accepted per step, histogram": dg.MetadataValue.json(list(report.histogram)),
+            "cuts": dg.MetadataValue.table([_cut_record(cut) for cut in report.cuts]),
+            "cuts not made": dg.MetadataValue.json(report.skipped_cuts),
             "lossless": report.lossless,
             "prompts": report.prompts,
             "tokens": report.tokens,
             "tokens per second": round(report.tokens_per_s, 1),
             "tokens per second, no drafter": round(report.tokens_per_s_without, 1),
+            "speed-up": round(report.speed_up, 3),
+            "previous drafter": report.previous.reason,
         },
         check_results=[
-            dg.AssetCheckResult(check_name="lossless", passed=report.lossless or report.temperature > 0),
-            dg.AssetCheckResult(
-                check_name="acceptance",
-                passed=report.acceptance_length >= threshold,
-                metadata={"acceptance length": report.acceptance_length, "threshold": threshold},
-            ),
+            _lossless(report),
+            _acceptance(report, settings.evaluation.min_acceptance_length),
+            _not_worse(report),
         ],
+    )
+
+
+def _lossless(report: DrafterEval) -> dg.AssetCheckResult:
+    """In fp32 a difference is an error; in reduced precision near ties make some, so it is a warning."""
+    return dg.AssetCheckResult(
+        check_name="lossless",
+        passed=report.lossless or report.temperature > 0,
+        severity=dg.AssetCheckSeverity.ERROR if report.dtype == "float32" else dg.AssetCheckSeverity.WARN,
+        metadata={"prompts that differ": report.differing_prompts, "prompts": report.prompts, "dtype": report.dtype},
+    )
+
+
+def _acceptance(report: DrafterEval, threshold: float) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(
+        check_name="acceptance",
+        passed=report.acceptance_length >= threshold,
+        metadata={"acceptance length": report.acceptance_length, "threshold": threshold},
+    )
+
+
+def _not_worse(report: DrafterEval) -> dg.AssetCheckResult:
+    """A comparison that could not be made passes, and says so."""
+    previous = report.previous
+    made = previous.difference is not None and previous.interval is not None
+    return dg.AssetCheckResult(
+        check_name="not_worse",
+        passed=previous.verdict != "worse",
+        description=f"{previous.verdict}: {previous.reason}",
+        metadata={
+            "verdict": previous.verdict,
+            "reason": previous.reason,
+            **({"previous run": previous.run} if previous.run is not None else {}),
+            **({"difference": previous.difference or 0.0} if made else {}),
+        },
+    )
+
+
+def _interval(interval: tuple[float, float]) -> str:
+    return f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def _cut_record(cut: AcceptanceCut) -> dg.TableRecord:
+    return dg.TableRecord(
+        {
+            "cut": cut.cut,
+            "name": cut.name,
+            "prompts": cut.prompts,
+            "acceptance length": round(cut.acceptance_length, 3),
+            "95 %": _interval(cut.interval),
+        }
     )

@@ -208,12 +208,11 @@ def evaluate(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, resul
         with _progress("evaluate", settings.evaluation.prompts) as advance:
             report = evaluate_drafter(settings, run, advance)
         answer(report)
-    print(
-        f"{report.run}: acceptance length {report.acceptance_length:.2f} at block size {report.block_size} "
-        f"({settings.evaluation.ngram}-gram {report.acceptance_length_ngram:.2f}, "
-        f"no features {report.acceptance_length_no_features:.2f}), {report.prompts} prompts, "
-        f"{'lossless' if report.lossless else 'NOT lossless'}"
-    )
+    from dflash_core.evaluation.markdown import to_terminal
+    from dflash_core.storage.store import open_stores
+
+    picture = open_stores(settings).derived.uri(report.picture.key)
+    Console(highlight=False, soft_wrap=True).print(to_terminal(report, picture))
 
 
 @app.command()

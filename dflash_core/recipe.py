@@ -209,6 +209,14 @@ class Evaluation(Section):
     min_acceptance_length: float = Field(2.0, ge=1)
     ngram: Positive = 3
     """Order of the n-gram drafter that the drafter is compared with."""
+    timed_prompts: Positive = 16
+    """This many of the prompts are decoded one at a time, with and without the drafter, for the speeds."""
+    batch: Positive = 8
+    """Prompts decoded together where no speed is measured."""
+    cut_temperatures: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)
+    """Temperatures that the drafter and its rivals are measured at, too, `temperature` itself left out."""
+    cut_prompts: Positive = 16
+    """The first this many prompts are decoded for each further temperature and thinking state."""
 
 
 class Sampling(Section):

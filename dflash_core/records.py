@@ -198,28 +198,100 @@ class SavedStep(Record):
     files: tuple[StoredObject, ...]
 
 
+CutKind = Literal["file", "folder", "temperature", "thinking"]
+
+
+class AcceptanceCut(Record):
+    """Acceptance on a part of the prompts, or under another setting; intervals are 95 %, bootstrapped over prompts."""
+
+    cut: CutKind
+    name: str
+    prompts: int
+    verification_steps: int
+    acceptance_length: float
+    interval: tuple[float, float]
+    acceptance_length_ngram: float | None = None
+    acceptance_length_no_features: float | None = None
+
+
+class StopExample(Record):
+    """A verification step in which a proposal fell, as text."""
+
+    file: str
+    row_id: str
+    before: str
+    accepted: str
+    refused: str
+    """What the drafter proposed."""
+    said: str
+    """What the target said in its place."""
+
+
+class PreviousDrafter(Record):
+    """The comparison with the drafter that was evaluated before this one for the same target."""
+
+    verdict: Literal["better", "no worse", "worse", "skipped"]
+    """Worse and better are beyond noise: the interval of the difference does not hold 0."""
+    reason: str
+    run: str | None = None
+    acceptance_length: float | None = None
+    difference: float | None = None
+    """Of acceptance lengths, ours minus theirs, on the same prompts."""
+    interval: tuple[float, float] | None = None
+
+
 class DrafterEval(Record):
-    """Acceptance measured by draft-and-verify decoding; drafter_eval/<run>/report.json."""
+    """Acceptance measured by draft-and-verify decoding; drafter_eval/<run>/report.json.
+
+    Intervals are 95 %, bootstrapped over prompts.
+    """
 
     run: str
+    target_fingerprint: str
+    dtype: str
+    """The target's."""
     prompts: int
+    prompts_sha256: str
+    prompt_files: tuple[str, ...]
+    """The source file of each prompt."""
     temperature: float
     block_size: int
     lossless: bool
     """Output with the drafter equals the output without, token by token (meaningful at temperature 0)."""
+    differing_prompts: int
+    """Prompts whose outputs differ; in reduced precision near ties make some."""
     acceptance_length: float
     """1 + accepted drafts / verification steps, over all steps: what serving engines report."""
+    acceptance_interval: tuple[float, float]
     acceptance_length_per_prompt: tuple[float, ...]
+    acceptance_length_response_mean: float
+    """The mean of those: each response counts once, however long."""
+    verification_steps_per_prompt: tuple[int, ...]
     acceptance_length_ngram: float
+    acceptance_interval_ngram: tuple[float, float]
     acceptance_length_no_features: float
+    acceptance_interval_no_features: tuple[float, float]
     conditional_acceptance: tuple[float, ...]
     """Share of slot k accepted given that slots 1..k-1 were; K-1 values."""
     tokens: int
     verification_steps: int
     histogram: tuple[int, ...]
     """Verification steps that accepted 0, 1, ... K-1 drafts; K values."""
+    timed_prompts: int
+    """Decoded one at a time, with and without the drafter in turn; the speeds are theirs."""
     tokens_per_s: float
     tokens_per_s_without: float
+    speed_up: float
+    speed_up_interval: tuple[float, float]
+    cuts: tuple[AcceptanceCut, ...]
+    skipped_cuts: dict[str, str]
+    """Cut -> why it could not be made."""
+    stops: dict[str, int]
+    """Token that the target said in place of a fallen proposal -> how often, the most frequent ones."""
+    examples: tuple[StopExample, ...]
+    previous: PreviousDrafter
+    picture: StoredObject
+    markdown: StoredObject
     settings: str
     """sha256 over everything that decides these numbers; an equal one makes a new evaluation needless."""
 

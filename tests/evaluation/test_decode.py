@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.drafter.model import Drafter
-from dflash_core.evaluation.acceptance import acceptance_length, add, conditional_acceptance
+from dflash_core.evaluation.acceptance import acceptance_length
 from dflash_core.evaluation.decode import Generation, Sampling, Step, decode, generate, generate_plain, verify
 from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft, NoDraft, Proposal
 from dflash_core.evaluation.ngram import NgramModel
@@ -171,15 +171,6 @@ def test_a_block_larger_than_trained_is_refused(make_target: MakeTarget, drafter
     target = make_target("qwen3")
     with pytest.raises(ValueError, match="block size 9 exceeds the trained 8"):
         DrafterDraft(drafter, target.embedding, target.lm_head, block_size=9)
-
-
-def test_acceptance_from_a_histogram() -> None:
-    histogram = add([(2, 1, 0, 4), (1, 0, 1, 1)])
-    assert histogram == (3, 1, 1, 5)
-    assert acceptance_length(histogram) == 1 + 18 / 10
-    assert conditional_acceptance(histogram) == (7 / 10, 6 / 7, 5 / 6)
-    assert acceptance_length((0, 0)) == 1
-    assert conditional_acceptance((3, 0, 0)) == (0, 0)
 
 
 def chi_square(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float]) -> tuple[float, float]:

@@ -34,7 +34,9 @@ def recipe(make_recipe: MakeRecipe, s3: Store) -> Recipe:
     put_training_set(s3, ROWS)
     made = make_recipe(max_steps=2, held_out_share=0.3)
     train_drafter(made, None, False, nothing)
-    return made.model_copy(update={"evaluation": Evaluation(prompts=5, max_new_tokens=12)})
+    return made.model_copy(
+        update={"evaluation": Evaluation(prompts=5, max_new_tokens=12, timed_prompts=2, batch=2, cut_prompts=2)}
+    )
 
 
 def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Recipe, s3: Store) -> None:
@@ -47,7 +49,8 @@ def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Reci
         if is_held_out(recipe.seed, row_id, 0.3)
     }
     assert report.prompts == min(5, len(held_out)) > 2
-    assert seen[-1] == (report.prompts, report.prompts)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] == 4 * report.prompts + 3 * 2
     assert report.lossless
     assert report.tokens == 12 * report.prompts
     assert report.verification_steps == sum(report.histogram)
@@ -56,12 +59,57 @@ def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Reci
     for length in (report.acceptance_length, report.acceptance_length_ngram, report.acceptance_length_no_features):
         assert 1 <= length <= report.block_size
     assert s3.get_record(f"drafter_eval/{report.run}/report.json", DrafterEval) == report
+    assert s3.read(report.picture).startswith(b"\x89PNG")
+    text = s3.read(report.markdown).decode()
+    for value in (report.run, f"| drafter | {report.acceptance_length:.2f} |", "data:image/png;base64,", "file0"):
+        assert value in text
 
     again: list[object] = []
     assert evaluate_drafter(recipe, report.run, lambda *step: again.append(step)) == report
     assert not again
     wider = recipe.model_copy(update={"evaluation": Evaluation(prompts=3, max_new_tokens=6)})
     assert evaluate_drafter(wider, report.run, nothing).tokens == 18
+
+
+def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe) -> None:
+    report = evaluate_drafter(recipe, None, nothing)
+    files = [cut for cut in report.cuts if cut.cut == "file"]
+    assert {cut.name for cut in files} == set(report.prompt_files)
+    assert sum(cut.prompts for cut in files) == report.prompts
+    assert sum(cut.verification_steps for cut in files) == report.verification_steps == sum(report.histogram)
+    accepted = sum((cut.acceptance_length - 1) * cut.verification_steps for cut in files)
+    assert 1 + accepted / report.verification_steps == pytest.approx(report.acceptance_length)
+    (hot,) = [cut for cut in report.cuts if cut.cut == "temperature"]
+    assert (hot.name, hot.prompts) == ("1", 2)
+    assert hot.acceptance_length_ngram is not None
+    assert hot.acceptance_length_no_features is not None
+    for cut in report.cuts:
+        assert cut.interval[0] <= cut.acceptance_length <= cut.interval[1]
+    assert report.skipped_cuts == {
+        "folder": "all source files lie in one folder",
+        "thinking": "the chat template has no option enable_thinking or thinking",
+    }
+    assert sum(report.stops.values()) > 0
+    assert report.examples[0].refused != report.examples[0].said
+    assert (report.timed_prompts, report.differing_prompts) == (2, 0)
+
+
+def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recipe: Recipe) -> None:
+    first = evaluate_drafter(recipe, None, nothing)
+    assert (first.previous.verdict, first.previous.run) == ("skipped", None)
+    other = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_steps": 3})})
+    train_drafter(other, None, False, nothing)
+    second = evaluate_drafter(other, None, nothing)
+    assert second.previous.run == first.run
+    assert second.previous.difference == pytest.approx(second.acceptance_length - first.acceptance_length)
+    low, high = second.previous.interval or (1.0, 0.0)
+    assert low <= second.previous.difference <= high
+    shorter = other.model_copy(update={"evaluation": other.evaluation.model_copy(update={"max_new_tokens": 6})})
+    third = evaluate_drafter(shorter, second.run, nothing)
+    assert third.previous.run == first.run, "a run is not its own predecessor"
+    assert third.previous.verdict == "skipped"
+    assert first.prompts_sha256[:12] in third.previous.reason
+    assert third.prompts_sha256[:12] in third.previous.reason
 
 
 def test_sampling_is_evaluated_too(recipe: Recipe) -> None:

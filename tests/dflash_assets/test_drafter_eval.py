@@ -1,0 +1,115 @@
+"""The asset's checks: what must hold is red when it does not, and what could not be compared says so."""
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dflash_assets import drafter_eval as module
+from dflash_assets.resources import RecipeResource
+from dflash_core.recipe import Recipe
+from dflash_core.records import AcceptanceCut, DrafterEval, PreviousDrafter
+from dflash_core.storage.store import Store, open_stores
+
+NO_PREVIOUS = PreviousDrafter(verdict="skipped", reason="no other drafter of this target has been evaluated")
+
+
+def make_report(store: Store, **changes: Any) -> DrafterEval:
+    """A report as the core writes it, with the given values."""
+    numbers: dict[str, Any] = {
+        "run": "test-1",
+        "target_fingerprint": "f",
+        "dtype": "float32",
+        "prompts": 2,
+        "prompts_sha256": "0" * 64,
+        "prompt_files": ("a", "b"),
+        "temperature": 0.0,
+        "block_size": 4,
+        "lossless": True,
+        "differing_prompts": 0,
+        "acceptance_length": 3.0,
+        "acceptance_interval": (2.5, 3.5),
+        "acceptance_length_per_prompt": (2.5, 3.5),
+        "acceptance_length_response_mean": 3.0,
+        "verification_steps_per_prompt": (10, 10),
+        "acceptance_length_ngram": 1.5,
+        "acceptance_interval_ngram": (1.4, 1.6),
+        "acceptance_length_no_features": 1.0,
+        "acceptance_interval_no_features": (1.0, 1.0),
+        "conditional_acceptance": (0.9, 0.8, 0.7),
+        "tokens": 60,
+        "verification_steps": 20,
+        "histogram": (2, 3, 8, 7),
+        "timed_prompts": 2,
+        "tokens_per_s": 20.0,
+        "tokens_per_s_without": 10.0,
+        "speed_up": 2.0,
+        "speed_up_interval": (1.8, 2.2),
+        "cuts": (
+            AcceptanceCut(
+                cut="file", name="a", prompts=1, verification_steps=10, acceptance_length=2.5, interval=(2.5, 2.5)
+            ),
+        ),
+        "skipped_cuts": {"thinking": "no switch"},
+        "stops": {" 2": 3},
+        "examples": (),
+        "previous": NO_PREVIOUS,
+        "picture": store.put("drafter_eval/test-1/acceptance.png", b"\x89PNG"),
+        "markdown": store.put("drafter_eval/test-1/report.md", b"# x"),
+        "settings": "s",
+    }
+    return DrafterEval(**{**numbers, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({}, set()),
+        ({"acceptance_length": 1.9}, {"acceptance"}),
+        ({"lossless": False, "differing_prompts": 1}, {"lossless"}),
+        ({"lossless": False, "temperature": 1.0}, set()),
+        (
+            {
+                "previous": PreviousDrafter(
+                    verdict="worse",
+                    reason="-0.50 (-0.80 to -0.20) against run test-0 on the same 2 prompts",
+                    run="test-0",
+                    acceptance_length=3.5,
+                    difference=-0.5,
+                    interval=(-0.8, -0.2),
+                )
+            },
+            {"not_worse"},
+        ),
+    ],
+    ids=["good", "below the threshold", "not lossless", "sampled", "worse than before"],
+)
+def test_checks(
+    recipe: Recipe,
+    recipe_file: Path,
+    instance: dg.DagsterInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    failed: set[str],
+) -> None:
+    report = make_report(open_stores(recipe).derived, **changes)
+    monkeypatch.setattr(module, "run_core", lambda arguments, result: report)
+    done = dg.materialize(
+        [module.drafter_eval], instance=instance, resources={"recipe": RecipeResource(path=str(recipe_file))}
+    )
+    checks = {check.check_name: check for check in done.get_asset_check_evaluations()}
+    assert set(checks) == {"acceptance", "lossless", "not_worse"}
+    assert {name for name, check in checks.items() if not check.passed} == failed
+    assert (checks["not_worse"].description or "").startswith(report.previous.verdict)
+    (event,) = done.asset_materializations_for_node("drafter_eval")
+    assert event.metadata["acceptance length"].value == report.acceptance_length
+    assert "base64" in str(event.metadata["picture"].value)
+    assert event.metadata["cuts not made"].value == {"thinking": "no switch"}
+
+
+def test_differences_in_reduced_precision_are_a_warning(recipe: Recipe) -> None:
+    store = open_stores(recipe).derived
+    for dtype, severity in (("bfloat16", "WARN"), ("float32", "ERROR")):
+        check = module._lossless(make_report(store, dtype=dtype, lossless=False, differing_prompts=1))
+        assert (check.passed, check.severity.value) == (False, severity)
