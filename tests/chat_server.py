@@ -52,6 +52,9 @@ class Seen:
     most: int = 0
     slot_seconds: float = 0.0
     since: float = field(default_factory=time.monotonic)
+    first: float = 0.0
+    """When the first real request came, and when the last one was answered; not the probes."""
+    last: float = 0.0
     bodies: list[dict[str, object]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
 
@@ -101,7 +104,9 @@ class ChatServer:
             await _send(writer, 200, {"data": [entry]})
         elif path.endswith("/seen"):
             self.seen.move(0)
-            await _send(writer, 200, {k: v for k, v in asdict(self.seen).items() if k not in ("bodies", "headers")})
+            await _send(
+                writer, 200, {k: v for k, v in asdict(self.seen).items() if k not in ("bodies", "headers", "requests")}
+            )
         else:
             self.seen.move(+1)
             try:
@@ -116,7 +121,10 @@ class ChatServer:
             return await _send(writer, 429, {"error": {"message": "too many requests"}}, "retry-after: 0.05\r\n")
         messages: list[dict[str, str]] = body["messages"]  # type: ignore[assignment]
         text = messages[-1]["content"]
-        self.seen.requests[text] += 1
+        if self._remember:
+            self.seen.requests[text] += 1
+        if body["max_tokens"] != 1:
+            self.seen.first = self.seen.first or time.monotonic()
         if self._remember:
             self.seen.bodies.append(body)
         mischief = re.search(r"\[(once|always):(\w+)\]", text)
@@ -124,6 +132,7 @@ class ChatServer:
             return await self._misbehave(mischief.group(2), writer)
         await asyncio.sleep(self.behaviour.delay_s * (0.5 if "[fast]" in text else 1.0))
         self.seen.answers += 1
+        self.seen.last = time.monotonic()
         return await _send(writer, 200, self._completion(text, body))
 
     def _completion(self, text: str, body: dict[str, object]) -> dict[str, object]:

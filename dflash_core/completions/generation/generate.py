@@ -104,6 +104,11 @@ def list_prompts(recipe: Recipe) -> list[SourceFile]:
     return [] if prompts is None else find_files(prompts)
 
 
+def find_generated(recipe: Recipe, source: SourceFile) -> GeneratedFile | None:
+    """The manifest of this file of prompts if its completions are complete and valid: generating would skip it."""
+    return find_valid(open_stores(recipe), source, _plan(recipe))
+
+
 def generate_files(
     recipe: Recipe,
     sources: Sequence[SourceFile],
@@ -128,12 +133,16 @@ def generate_files(
         ServerRefuses: a server does not fit the recipe; nothing was asked.
         ServersGone: no server answers any more; run the same again when one does.
     """
-    plan = Plan(generation_of(recipe), recipe.seed, recipe.tokenization.template_options)
+    plan = _plan(recipe)
     with asyncio.Runner() as runner:
         work = _Generation(recipe, plan, open_stores(recipe), prompt_ids, api_key, watch, anew)
         main = runner.get_loop().create_task(work.run(sources))
         while (outcome := runner.run(work.next_outcome(main))) is not None:
             yield outcome
+
+
+def _plan(recipe: Recipe) -> Plan:
+    return Plan(generation_of(recipe), recipe.seed, recipe.tokenization.template_options)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from dflash_core.storage.addresses import check_url, is_refused
 KEEPALIVE_S = 4.0
 """Below the five seconds after which common servers close an idle connection."""
 SHOWN_CHARS = 300
+HEADERS = frozenset({"host", "content-type", "content-length", "accept", "accept-encoding", "connection", "user-agent"})
 
 
 class ServerRefuses(UserError):
@@ -117,9 +118,20 @@ class Connection:
             project="",
             max_retries=0,
             http_client=httpx2.AsyncClient(
-                transport=transport, follow_redirects=False, trust_env=False, timeout=timeout
+                transport=transport,
+                follow_redirects=False,
+                trust_env=False,
+                timeout=timeout,
+                event_hooks={"request": [self._strip]},
             ),
         )
+
+    async def _strip(self, request: httpx2.Request) -> None:
+        """Leave only what a server needs: the client adds headers from OPENAI_CUSTOM_HEADERS, and some about us."""
+        for name in set(request.headers) - HEADERS:
+            del request.headers[name]
+        if self._key is not None:
+            request.headers["authorization"] = f"Bearer {self._key.get_secret_value()}"
 
     async def close(self) -> None:
         """Close all connections."""
