@@ -36,7 +36,7 @@ dev: $(READY)  ## the Dagster UI on 127.0.0.1 with the embedded store (DFLASH_RE
 test: $(READY)  ## the fast tests, at most 12 minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services and not serving" --material=$(MATERIAL)
 
-test-services: $(READY) browser  ## the running UI in a real browser, the demo from start to end
+test-services: $(READY) browser postgres  ## the running UI in a real browser, the demo from start to end
 	$(BIN)/python -m pytest -m services --material=$(MATERIAL)
 
 test-serving: $(READY) $(SERVING_READY)  ## exported drafters in vLLM on the CPU, against our own decoder
@@ -52,6 +52,9 @@ $(SERVING_READY): requirements-serving.lock
 
 browser:  ## Chromium for the browser tests (Debian's)
 	@command -v chromium >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; }
+
+postgres:  ## PostgreSQL for the test of deploy/ (Debian's)
+	@ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql >/dev/null; }
 
 target: $(READY)  ## train the demo's target model anew
 	$(BIN)/python -m demo.train_target --out demo/target
