@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dflash_core.quality.plots import AMBER, BLUE, GRID, INK, MUTED, RED, TEAL
+from dflash_core.quality.file_picture import AMBER, BLUE, GRID, INK, MUTED, RED
 from dflash_core.records import AcceptanceCut, DrafterEval
 
+TEAL = "#6fa8a0"
 MOST_CUTS = 9
 WIDTH_LIMIT = 26
 
