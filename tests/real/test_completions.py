@@ -22,8 +22,8 @@ from dflash_core.tokenization.rows import Row
 from dflash_core.tokenization.shards import read_shard
 
 FILES = ("reason_tool_use_50", "deepseek_math_v2_proofs", "gsm8k_175b", "gsm8k_train")
-EVERY = {"gsm8k_175b": 2, "gsm8k_train": 8}
-"""Of the large files only every n-th row is compared with transformers, which takes milliseconds a row."""
+Encoded = tuple[dict, Completion, int, Row]
+"""Row as written, completion, turn, encoded row."""
 
 
 def recipe(material: Path, **tokenization: object) -> Recipe:
@@ -58,8 +58,8 @@ def bench_file(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def encoded(tokenizer: FileTokenizer, path: Path, every: int = 1) -> Iterator[tuple[dict, Completion, int, Row]]:
-    """(row as written, completion, turn, encoded row) of every n-th line."""
+def encoded(tokenizer: FileTokenizer, path: Path, every: int = 1) -> Iterator[Encoded]:
+    """The rows of every n-th line."""
     body = path.read_bytes()
     lines = body.split(b"\n")
     completions = [c for c in CompletionFile(body, str(path)) if isinstance(c, Completion) and c.line % every == 0]
@@ -70,34 +70,46 @@ def encoded(tokenizer: FileTokenizer, path: Path, every: int = 1) -> Iterator[tu
         yield json.loads(lines[completion.line - 1]), completion, turn, row
 
 
-def check(serving, written: dict, completion: Completion, turn: int, row: Row) -> None:
+def served(serving, rows: list[Encoded], *, prompt: bool) -> list[list[int]]:
+    """Ids of each row as transformers, and so an engine, renders it: up to its answer, or with it."""
+    texts = [
+        serving.apply_chat_template(
+            written["messages"][: turn + (not prompt)],
+            tools=written.get("tools") or None,
+            add_generation_prompt=prompt,
+            tokenize=False,
+        )
+        for written, _, turn, _ in rows
+    ]
+    return serving(texts, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+
+
+def check(serving, rows: list[Encoded]) -> None:
     """Ids are serving's, the mask is the answer's."""
-    messages, tools = written["messages"], written.get("tools") or None
-    assert row.ids.tolist() == serving.apply_chat_template(messages[: turn + 1], tools=tools, return_dict=False)
-    prompt = serving.apply_chat_template(messages[:turn], tools=tools, add_generation_prompt=True, return_dict=False)
-    answer = completion.messages[turn]
-    if answer.reasoning is not None:
-        assert row.ids[: row.start].tolist() == prompt
-    else:  # the newline that serving pre-fills is one token with that of the empty thought
-        assert row.ids[: len(prompt) - 1].tolist() == prompt[:-1]
-    assert serving.decode(row.ids[row.end - 1]) == "<|im_end|>"
-    supervised = serving.decode(row.ids[row.start : row.end])
-    assert supervised.endswith("<|im_end|>")
-    for recorded in (answer.content, answer.reasoning or ""):
-        assert unicodedata.normalize("NFC", recorded.strip()) in supervised
+    given = zip(rows, served(serving, rows, prompt=False), served(serving, rows, prompt=True), strict=True)
+    for (_, completion, turn, row), full, prompt in given:
+        assert row.ids.tolist() == full
+        answer = completion.messages[turn]
+        if answer.reasoning is not None:
+            assert row.ids[: row.start].tolist() == prompt
+        else:  # the newline that serving pre-fills is one token with that of the empty thought
+            assert row.ids[: len(prompt) - 1].tolist() == prompt[:-1]
+        supervised = serving.decode(row.ids[row.start : row.end])
+        assert supervised.endswith("<|im_end|>")
+        assert serving.decode(row.ids[row.end - 1]) == "<|im_end|>"
+        for recorded in (answer.content, answer.reasoning or ""):
+            assert unicodedata.normalize("NFC", recorded.strip()) in supervised
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_row_has_the_ids_of_serving_and_the_mask_of_its_answer(material: Path, tokenizer, serving, name) -> None:
-    rows = list(encoded(tokenizer, material / "data" / "completions" / f"{name}.jsonl", EVERY.get(name, 1)))
+    rows = list(encoded(tokenizer, material / "data" / "completions" / f"{name}.jsonl"))
     assert len(rows) >= 84
-    for written, completion, turn, row in rows:
-        check(serving, written, completion, turn, row)
+    check(serving, rows)
 
 
 def test_production_like_rows_have_the_ids_of_serving(tokenizer, serving, bench_file: Path) -> None:
-    for written, completion, turn, row in encoded(tokenizer, bench_file):
-        check(serving, written, completion, turn, row)
+    check(serving, list(encoded(tokenizer, bench_file)))
 
 
 @pytest.mark.parametrize("name", FILES)

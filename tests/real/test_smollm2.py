@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as target: the loss falls, an interrupted training continues, and what is exported loads."""
+"""SmolLM2-135M-Instruct as target: ids are serving's, the loss falls, an interrupted training continues, it loads."""
 
 import json
 import subprocess
@@ -6,15 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.folder import load_drafter
 from dflash_core.errors import TrainingStopped
 from dflash_core.quality.training_set import freeze_training_set
-from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.recipe import Recipe, Tokenization, load_recipe
+from dflash_core.records import SourceFile
 from dflash_core.storage.store import list_sources, open_stores
+from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.fingerprint import fingerprint
 from dflash_core.tokenization.pipeline import FileDone, process_files
+from dflash_core.tokenization.shards import read_shard
 from dflash_core.training.metrics import StepMetrics
 from dflash_core.training.run import train_drafter
 from dflash_core.training.trainer import StopRequest
@@ -85,6 +89,32 @@ local_dir = "{tmp_path}/drafter"
     lines = (material / "data/completions/gsm8k_train.jsonl").read_bytes().splitlines(keepends=True)[:ROWS]
     open_stores(recipe).source.put("gsm8k.jsonl", b"".join(lines))
     return recipe
+
+
+@pytest.mark.parametrize("name", ["gsm8k_175b", "gsm8k_train"])
+def test_a_template_without_reasoning_gives_the_ids_of_serving_for_every_row(
+    recipe: Recipe, material: Path, name: str
+) -> None:
+    settings = recipe.model_copy(
+        update={"tokenization": Tokenization(max_length=1 << 20, min_supervised_tokens=1, audit_share=0)}
+    )
+    body = (material / "data" / "completions" / f"{name}.jsonl").read_bytes()
+    source = SourceFile(partition="p", key="k", uri="u", etag="e", size=len(body))
+    table = read_shard(FileTokenizer(settings).tokenize(body, source, "0").shard)
+    serving = AutoTokenizer.from_pretrained(recipe.target.path)
+    chats = [json.loads(line)["messages"] for line in body.splitlines()]
+    full, prompts = (
+        serving(
+            [serving.apply_chat_template(chat[:end], add_generation_prompt=p, tokenize=False) for chat in chats],
+            add_special_tokens=False,
+        )["input_ids"]
+        for end, p in ((None, False), (-1, True))
+    )
+    assert table.column("input_ids").to_pylist() == full
+    spans = [spans for (spans,) in table.column("loss_spans").to_pylist()]
+    assert [span["start"] for span in spans] == [len(prompt) for prompt in prompts]
+    assert {row[span["end"] - 1] for row, span in zip(full, spans, strict=True)} == {serving.eos_token_id}
+    assert {len(row) - span["end"] for row, span in zip(full, spans, strict=True)} == {1}
 
 
 def test_train_stop_resume_export(recipe: Recipe, tmp_path: Path) -> None:
