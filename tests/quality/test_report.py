@@ -63,9 +63,9 @@ def test_the_merged_picture_is_drawn_with_and_without_rows(files: list[FileStati
         assert merged_plot(merge_statistics(some), some).startswith(b"\x89PNG")
 
 
-def test_the_report_needs_nothing_else_and_escapes_everything(files: list[FileStatistics]) -> None:
+def frozen_of(files: list[FileStatistics]) -> TrainingSet:
     merged = merge_statistics(files)
-    frozen = TrainingSet(
+    return TrainingSet(
         hash="0123",
         recipe=EVIL,
         fingerprint=EVIL,
@@ -81,10 +81,25 @@ def test_the_report_needs_nothing_else_and_escapes_everything(files: list[FileSt
         statistics=StoredObject(key="", size=0, sha256=""),
         verdict=judge(Gate(), merged, files, 7, [EVIL]),
     )
-    page = training_set_report(frozen, merged, files)
+
+
+def test_the_report_needs_nothing_else_and_escapes_everything(files: list[FileStatistics]) -> None:
+    page = training_set_report(frozen_of(files), merge_statistics(files), files)
     assert EVIL not in page
     assert "<script" not in page
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     for reason in ("gate failed", "spike at 6 tokens", "too few supervised tokens", "lossy $x^$"):
         assert reason in page
     assert (page.count("data:image/png"), page.count("data:image/svg+xml")) == (1, 3)
+
+
+def test_the_report_shows_how_thoughts_were_spelt_and_how_often_engine_ids_drifted(make_file: Make, row: Make) -> None:
+    drift, inline = Flag.ENGINE_IDS | Flag.DRIFT, Flag.THOUGHT | Flag.THOUGHT_INLINE
+    flags = [drift] * 9 + [Flag.ENGINE_IDS] * 21 + [inline] * 20 + [Flag.THOUGHT | Flag.THOUGHT_IN_REASONING] * 50
+    files = [make_file("mixed", [row(40 + 3 * i, flags=int(flag)) for i, flag in enumerate(flags)])]
+    page = training_set_report(frozen_of(files), merge_statistics(files), files)
+    shown = " ".join(re.sub("<[^>]+>", " ", page).split())
+    assert "text re-tokenizes to other ids, of rows with engine ids 9 30.0 %" in shown
+    assert " thought 70 70.0 % mixed, line 31 " in shown
+    assert " thought inline 20 20.0 % mixed, line 31 " in shown
+    assert " thought in reasoning 50 50.0 % mixed, line 51 " in shown

@@ -2,14 +2,10 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dflash_core.completions.normalize import normalize
-from dflash_core.completions.reading import without_empty_turns
-from dflash_core.completions.record import Completion, Refused
+from dflash_core.completions.record import Refused
 from dflash_core.quality.flags import Flag
 from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.rows import Row
@@ -332,74 +328,3 @@ def test_engine_ids_are_used_untouched_and_drift_is_noted(tokenizers: Tokenizers
     assert Flag.DRIFT | Flag.NO_TERMINATOR in Flag(other.flags)
     with pytest.raises(Refused, match="malformed engine ids"):
         row_of(tokenizer, messages=chat("q", "a"), prompt_token_ids=[1], completion_token_ids=[10**6])
-
-
-PIECES = st.sampled_from(
-    [
-        *("", " ", "\n", "x", "The answer", " is 42.", "\u00e9", "e\u0301", "\U0001f680", "\u4f60\u597d", "\u2003"),
-        *("<", "|>", "<|im_end|>", "<|im_start|>assistant\n", "<think>", "</think>", "<tool_call>", "<|eot_id|>"),
-        *("</s>", "<s>", "{{ x }}", "{% if %}", "\\n", "\x00", "\ufffd", "\r\n", "```py\nx\n```", "a" * 40, "1" * 20),
-    ]
-)
-TEXTS = st.lists(PIECES, max_size=6).map("".join)
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> dict[str, object]:
-    turns = draw(st.integers(1, 3))
-    messages: list[dict[str, object]] = []
-    if draw(st.booleans()):
-        messages.append({"role": "system", "content": draw(TEXTS)})
-    for _ in range(turns):
-        messages.append({"role": "user", "content": draw(TEXTS)})
-        answer: dict[str, object] = {"role": "assistant", "content": draw(TEXTS)}
-        spelling = draw(st.sampled_from(["none", "reasoning_content", "reasoning", "inline"]))
-        thought = draw(TEXTS)
-        if spelling == "inline":
-            answer["content"] = f"<think>\n{thought}\n</think>\n\n{answer['content']}"
-        elif spelling != "none":
-            answer[spelling] = thought
-        messages.append(answer)
-    return {"id": "r", "messages": messages, "finish_reason": draw(st.sampled_from(["stop", "length", None]))}
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(conversations())
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_mask_invariants_hold_for_any_conversation(tokenizers: Tokenizers, family: str, given: dict) -> None:
-    tokenizer = tokenizers(family)
-    try:
-        completion = normalize(given, 1)
-    except Refused:
-        return
-    kept = [item for item in without_empty_turns(completion) if isinstance(item, Completion)]
-    items = [(item, turn) for item in kept for turn in item.turns]
-    renderer = tokenizer.reference.renderer.tokenizer
-    for (item, turn), row in zip(items, tokenizer.encoder.encode(items), strict=True):  # type: ignore[union-attr]
-        expected = tokenizer._refer((item, turn))
-        if isinstance(row, Refused):
-            assert isinstance(expected, Refused)
-            continue
-        assert row.ids.tolist() == expected.ids.tolist()
-        assert (row.start, row.end, row.flags) == (expected.start, expected.end, expected.flags)
-        assert 0 < row.start <= row.end <= len(row.ids)
-        message = item.messages[turn]
-        decoded = renderer.reference.decode(row.ids[row.start : row.end].tolist(), skip_special_tokens=False)
-        for recorded in (message.content, message.reasoning or ""):
-            assert _normalized(renderer, recorded.strip()) in decoded
-        cut = turn == len(item.messages) - 1 and item.finish_reason == "length"
-        if not cut:
-            assert row.ids[row.end - 1] == tokenizer.reference.terminator
-        specials = {renderer.added[token] for token in renderer.special}
-        inside = [i for i in row.ids[row.start : row.end].tolist() if i in specials]
-        assert inside == ([] if cut else [tokenizer.reference.terminator])
-
-
-def _normalized(tokenizer, text: str) -> str:
-    """What the tokenizer's own round trip makes of a text (composed characters, replaced bytes)."""
-    tokenizer.reference.encode_special_tokens = True
-    try:
-        ids = np.array(tokenizer.reference.encode("x" + text, add_special_tokens=False).ids)
-    finally:
-        tokenizer.reference.encode_special_tokens = False
-    return str(tokenizer.reference.decode(ids.tolist(), skip_special_tokens=False)).strip().removeprefix("x").strip()
