@@ -1,7 +1,7 @@
 """`dflash`: every asset's twin at the terminal. The same core call, a progress bar, no Dagster.
 
     generate -> verify -> tokenize -> freeze -> train -> evaluate -> export
-    (and inspect: any row, its mask in colour)
+    (and inspect: any row, its mask in colour; serve-check: the same acceptance from a server)
 
 Results go to standard output, progress and refusals to standard error; a refusal is one sentence and exit code 2.
 Heavy imports happen inside the commands, so that `--help` and the data commands never wait for torch.
@@ -28,10 +28,11 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from dflash_core.errors import UserError
 from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.records import CommandFailure, Record, SourceFile
+from dflash_core.records import CommandFailure, Record, ServeCheck, SourceFile
 
 if TYPE_CHECKING:
     from dflash_core.completions.generation.progress import Progress as GenerationProgress
@@ -216,14 +217,60 @@ def evaluate(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, resul
 
 
 @app.command()
-def export(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, result: ResultOption = None) -> None:
+def export(
+    recipe: RecipeOption = DEFAULT_RECIPE,
+    run: RunOption = None,
+    result: ResultOption = None,
+    verify: Annotated[bool, typer.Option("--verify", help="only read every exported byte again")] = False,
+) -> None:
     """drafter_export: the folder that serving engines load."""
     with _answering(result) as answer:
-        from dflash_core.drafter.export import export_drafter
+        from dflash_core.drafter.export import export_drafter, verify_export
 
-        exported = export_drafter(open_recipe(recipe), run)
+        settings = open_recipe(recipe)
+        exported = verify_export(settings, run) if verify else export_drafter(settings, run)
         answer(exported)
-    print(f"{exported.run}: {', '.join(f.key for f in exported.files)}")
+    print(f"{exported.run}: {'whole: ' if verify else ''}{', '.join(f.key for f in exported.files)}")
+
+
+@app.command("serve-check")
+def serve_check_command(
+    recipe: RecipeOption = DEFAULT_RECIPE,
+    run: RunOption = None,
+    url: Annotated[str | None, typer.Option(help="a running server with the exported drafter")] = None,
+    plain_url: Annotated[str | None, typer.Option(help="one without, whose tokens are compared, too")] = None,
+    model: Annotated[str | None, typer.Option(help="the served name; default: the only one")] = None,
+    vllm_python: Annotated[Path | None, typer.Option(help="python with vLLM: start it here, without --url")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="held-out prompts")] = 16,
+    result: ResultOption = None,
+) -> None:
+    """What a server accepts of an exported drafter, beside what our own decoder accepts on the same prompts."""
+    with _answering(result) as answer:
+        from dflash_core.evaluation.serve_check import Question, serve_check
+
+        settings = open_recipe(recipe)
+        question = Question(url, plain_url, model, vllm_python, prompts)
+        with _progress("serve-check", 2 * prompts) as advance:
+            check = serve_check(settings, run, question, advance)
+        answer(check)
+    _print_check(check)
+    raise typer.Exit(0 if check.agrees and not check.differences else 1)
+
+
+def _print_check(check: ServeCheck) -> None:
+    from dflash_core.evaluation.acceptance import accepted_by_position
+
+    sides = (("served", check.served_histogram), ("decoded", check.decoded_histogram))
+    table = Table("", *(str(k) for k in range(1, check.block_size)), "acceptance length", "drafts", box=None)
+    for (name, histogram), length in zip(
+        sides, (check.served_acceptance_length, check.decoded_acceptance_length), strict=True
+    ):
+        shares = (f"{share:.3f}" for share in accepted_by_position(histogram))
+        table.add_row(name, *shares, f"{length:.3f}", str(sum(histogram)))
+    Console(highlight=False).print(table)
+    for difference in check.differences:
+        errors.print(difference)
+    print(f"{check.run} on {check.url}, {check.prompts} prompts: {check.verdict}")
 
 
 @contextmanager

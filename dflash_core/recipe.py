@@ -297,6 +297,8 @@ class Export(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     local_dir: Path | None = None
     """Also written to this folder; None: S3 only."""
+    speculators: bool = True
+    """Also in the form of vLLM's speculators library, in the folder speculators/; it holds embedding and lm_head."""
 
 
 class Recipe(Section):

@@ -168,6 +168,8 @@ class DrafterCheckpoint(Record):
     """Hash of the training set."""
     gate: Literal["passed", "accepted although failed"]
     target_fingerprint: str
+    tokenizer_sha256: str
+    """Of the tokenizer.json that the training's token ids come from."""
     steps: int
     train_s: float
     """Seconds in the training loop over all attempts, model loading excluded."""
@@ -297,12 +299,38 @@ class DrafterEval(Record):
 
 
 class DrafterExport(Record):
-    """An exported drafter folder; drafter_export/<run>/manifest.json, written last."""
+    """An exported drafter folder; drafter_export/<run>/manifest.json, written last, and the same beside the files."""
 
     run: str
     training_set: str
+    target_fingerprint: str
+    tokenizer_sha256: str
     dtype: str
     files: tuple[StoredObject, ...]
+
+
+class ServeCheck(Record):
+    """A server's acceptance beside our decoder's, on the same prompts; drafter_eval/<run>/serve_check.json."""
+
+    run: str
+    url: str
+    model: str
+    prompts: int
+    block_size: int
+    """As served: the anchor and the proposed tokens."""
+    compared: int
+    """Outputs whose token ids could be compared."""
+    differences: tuple[str, ...]
+    """One sentence for each output that differs."""
+    served_histogram: tuple[int, ...]
+    """Verification steps that accepted 0, 1, ... K-1 drafts, by the server's counters."""
+    decoded_histogram: tuple[int, ...]
+    """The same by our decoder."""
+    served_acceptance_length: float
+    decoded_acceptance_length: float
+    agrees: bool
+    """The acceptance lengths are equal within the tolerance."""
+    verdict: str
 
 
 class CommandFailure(Record):

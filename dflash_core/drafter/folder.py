@@ -65,7 +65,15 @@ def save_drafter(
     """
     check_state(config, state, "the drafter to save")
     table = config.to_json() | {"dtype": str(dtype).removeprefix("torch.")}
-    files = [_write_json(folder / CONFIG_FILE, table)]
+    return [write_json(folder / CONFIG_FILE, table), *write_weights(folder, state, dtype, shard_bytes)]
+
+
+def write_weights(folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> list[Path]:
+    """Write tensors in `dtype` as one safetensors file, or beyond `shard_bytes` as several with an index.
+
+    Returns:
+        The files written, the index last; each and the folder are synced to disk.
+    """
     tensors = {name: state[name].detach().to("cpu", dtype).contiguous() for name in sorted(state)}
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
@@ -76,16 +84,16 @@ def save_drafter(
         shards[-1][name] = tensor
         room -= tensor.nbytes
     names = [WEIGHTS_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, {"format": "pt"})
-        _sync(folder / name)
-        files.append(folder / name)
+    files = [folder / name for name in names]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, file, {"format": "pt"})
+        sync(file)
     if len(shards) > 1:
         places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        files.append(_write_json(folder / INDEX_FILE, index))
-    _sync(folder)
+        files.append(write_json(folder / INDEX_FILE, index))
+    sync(folder)
     return files
 
 
@@ -149,13 +157,15 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise IncompatibleError(f"{path} cannot be read: {error}") from None
 
 
-def _write_json(path: Path, table: Mapping[str, Any]) -> Path:
+def write_json(path: Path, table: Mapping[str, Any]) -> Path:
+    """A JSON file, synced to disk."""
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf8")
-    _sync(path)
+    sync(path)
     return path
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

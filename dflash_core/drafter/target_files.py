@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dflash_core.errors import IncompatibleError, RecipeError
+from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint
 from dflash_core.storage.transfers import sha256_file
 
@@ -130,16 +131,44 @@ def is_tied(folder: Path) -> bool:
     return bool(table.get("tie_word_embeddings", table.get("text_config", {}).get("tie_word_embeddings", False)))
 
 
-def check_target(checkpoint: DrafterCheckpoint, folder: Path) -> None:
-    """Refuse a target that is not, byte for byte, the one that the run was trained with.
+def check_target(checkpoint: DrafterCheckpoint, recipe: Recipe) -> None:
+    """Refuse a target or tokenizer that is not, byte for byte, the one that the run was trained with.
 
     Raises:
         IncompatibleError: another one; the message holds both fingerprints.
         RecipeError: the folder is not there or holds no safetensors.
     """
+    check_tokenizer(checkpoint.tokenizer_sha256, recipe, f"run {checkpoint.run}")
+    folder = recipe.target.path
     fingerprint = target_fingerprint(folder)
     if fingerprint != checkpoint.target_fingerprint:
         raise IncompatibleError(
             f"run {checkpoint.run} was trained with target {checkpoint.target_fingerprint[:12]}, "
             f"{folder} is {fingerprint[:12]}: weights, config or tokenizer differ; use the former"
+        )
+
+
+def tokenizer_sha256(recipe: Recipe) -> str:
+    """sha256 of the tokenizer.json that the recipe's token ids come from.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    file = recipe.tokenizer_path / "tokenizer.json"
+    if not file.is_file():
+        raise RecipeError(f"{file} does not exist; give a tokenizer in Hugging Face form")
+    return sha256_file(file)
+
+
+def check_tokenizer(trained_with: str, recipe: Recipe, what: str) -> None:
+    """Refuse a tokenizer whose ids mean something else than those that were trained on.
+
+    Raises:
+        IncompatibleError: the message holds the sha256 of both.
+    """
+    ours = tokenizer_sha256(recipe)
+    if ours != trained_with:
+        raise IncompatibleError(
+            f"{what} was trained with a tokenizer.json of sha256 {trained_with[:12]}, the one in "
+            f"{recipe.tokenizer_path} has {ours[:12]}; use the former"
         )

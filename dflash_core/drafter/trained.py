@@ -52,5 +52,7 @@ def fetch_drafter(
             config = read_config(folder)
             # Cloned: the tensors map the file, which is about to go.
             return config, {name: tensor.clone() for name, tensor in read_state(folder, config).items()}
+    except ObjectMissing as error:
+        raise ObjectMissing(f"run {checkpoint.run} is not whole any more: {error}; train it again") from None
     except OSError as error:
         raise StorageError(f"storage.work_dir {work_dir} cannot take the drafter: {error}; free disk space") from None

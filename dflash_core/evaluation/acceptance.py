@@ -33,6 +33,12 @@ def conditional_acceptance(histogram: Sequence[int]) -> tuple[float, ...]:
     return tuple(reached[k] / reached[k - 1] if reached[k - 1] else 0.0 for k in range(1, len(histogram)))
 
 
+def accepted_by_position(histogram: Sequence[int]) -> tuple[float, ...]:
+    """[K-1] share of all steps that accepted proposals 1..k: what serving engines print per position."""
+    steps = sum(histogram)
+    return tuple(sum(histogram[k:]) / steps if steps else 0.0 for k in range(1, len(histogram)))
+
+
 def add(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The sum of histograms of one length."""
     return tuple(sum(column) for column in zip(*histograms, strict=True))

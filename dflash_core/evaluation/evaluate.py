@@ -55,7 +55,7 @@ def evaluate_drafter(recipe: Recipe, run: str | None, on_progress: Progress) -> 
     earlier = store.find_record(report_key(checkpoint.run), DrafterEval)
     if earlier is not None and earlier.settings == settings:
         return earlier
-    check_target(checkpoint, recipe.target.path)
+    check_target(checkpoint, recipe)
     config, state = fetch_drafter(store, checkpoint, recipe.storage.work_dir)
     subject = load_subject(recipe, config, state, checkpoint.training_set)
     prompts = held_out_prompts(subject.rows, subject.split.held_out, recipe.seed, recipe.evaluation.prompts)

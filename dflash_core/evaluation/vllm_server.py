@@ -42,9 +42,12 @@ class VllmOptions:
     """Further options of vLLM's server."""
 
 
+DEFAULTS = VllmOptions()
+
+
 @contextmanager
 def vllm_server(
-    python: Path, target: Path, drafter: Path | None, log: Path, options: VllmOptions = VllmOptions()
+    python: Path, target: Path, drafter: Path | None, log: Path, options: VllmOptions = DEFAULTS
 ) -> Iterator[Server]:
     """Serve on loopback while the context lasts.
 

@@ -22,7 +22,7 @@ from dflash_core import TRAINING_VERSION
 from dflash_core.batches.cache import open_rows
 from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config, tokenizer_mask_id
 from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, save_drafter
-from dflash_core.drafter.target_files import target_fingerprint
+from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
 from dflash_core.recipe import Recipe
@@ -131,6 +131,7 @@ def train_drafter(
             "training_set": training_set.hash,
             "gate": gate,
             "target_fingerprint": target,
+            "tokenizer_sha256": tokenizer_sha256(recipe),
         }
         return _publish(files, made_from, outcome, [shard.partition for shard in training_set.shards])
 

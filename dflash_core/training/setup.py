@@ -12,7 +12,8 @@ from dflash_core.batches.split import uniform_bits
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.folder import read_config, read_state
 from dflash_core.drafter.model import Drafter
-from dflash_core.drafter.target_files import load_head
+from dflash_core.drafter.placed import read_manifest, verify_folder
+from dflash_core.drafter.target_files import check_tokenizer, load_head
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.training.feed import FeatureFeed, Preparation
@@ -55,6 +56,7 @@ def make_learner(recipe: Recipe, config: DrafterConfig, device: torch.device, fi
     warm_start = recipe.drafter.warm_start
     if warm_start is not None:
         _require_same_shape(config, read_config(warm_start), warm_start)
+        _require_same_tokenizer(recipe, warm_start)
         drafter.load_state_dict(read_state(warm_start, config))
     how = rules(recipe.training, recipe.gamma, device)
     head = load_head(recipe.target.path, how.autocast or torch.float32, device)
@@ -80,6 +82,12 @@ def require_fitting(rows: RowStore, config: DrafterConfig, recipe: Recipe) -> No
             f"the training set holds token id {largest}, but the target {recipe.target.path} has {config.vocab_size} "
             "tokens; tokenize with the target's own tokenizer"
         )
+
+
+def _require_same_tokenizer(recipe: Recipe, folder: Path) -> None:
+    """An exported folder tells whose ids it was trained on, and has to be whole; one from elsewhere tells nothing."""
+    if read_manifest(folder) is not None:
+        check_tokenizer(verify_folder(folder).tokenizer_sha256, recipe, f"drafter.warm_start {folder}")
 
 
 def _require_same_shape(ours: DrafterConfig, theirs: DrafterConfig, folder: Path) -> None:

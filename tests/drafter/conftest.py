@@ -2,15 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from dflash_core.drafter.config import DrafterConfig
+from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config
+from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from dflash_core.drafter.model import Drafter
+from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
 from dflash_core.drafter.visibility import Blocks
+from dflash_core.recipe import Recipe
+from dflash_core.records import DrafterCheckpoint, RunPointer
+from dflash_core.storage.store import Store
+from dflash_core.storage.transfers import upload_file
+from tests.training.conftest import make_recipe, put_training_set, random_rows, target_folder
 
 torch.set_num_threads(1)
+__all__ = ["make_recipe", "target_folder"]
+RUN = "tiny-0123456789ab"
 
 
 @pytest.fixture
@@ -67,3 +77,39 @@ def make_blocks() -> Callable[..., Blocks]:
         return Blocks(anchor, torch.zeros_like(anchor), torch.where(valid, length, 0), valid)
 
     return make
+
+
+@pytest.fixture
+def finished(s3: Store, make_recipe: Callable[..., Recipe], tmp_path: Path) -> tuple[Recipe, Drafter]:
+    """A recipe and the drafter of its finished run `RUN`, as training would have stored it."""
+    recipe = make_recipe()
+    training_set = put_training_set(s3, {"file0": random_rows(0, 8)})
+    drafter = Drafter(drafter_config(recipe, read_target_config(recipe.target.path), None))
+    drafter.initialize(3)
+    folder = tmp_path / "masters"
+    folder.mkdir()
+    save_drafter(folder, drafter.config, drafter.state_dict(), torch.float32)
+    below = f"drafter_checkpoint/{RUN}/"
+    stored = {name: upload_file(s3, below + name, folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    checkpoint = DrafterCheckpoint(
+        run=RUN,
+        recipe=recipe.name,
+        code_version="1",
+        training_set=training_set.hash,
+        gate="passed",
+        target_fingerprint=target_fingerprint(recipe.target.path),
+        tokenizer_sha256=tokenizer_sha256(recipe),
+        steps=1,
+        train_s=1.0,
+        final_loss=1.0,
+        held_out_accepted_prefix=1.5,
+        weights=stored[WEIGHTS_FILE],
+        config=stored[CONFIG_FILE],
+        metrics=s3.put(below + "metrics.jsonl", b""),
+        coverage=(),
+        skipped_steps=0,
+        skipped_rows=0,
+    )
+    s3.put_record(below + "manifest.json", checkpoint)
+    s3.put_record("drafter_checkpoint/latest.json", RunPointer(run=RUN))
+    return recipe, drafter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_core.evaluation.served import Server
-from dflash_core.evaluation.vllm_server import VllmOptions, vllm_server
+from dflash_core.evaluation.vllm_server import DEFAULTS, VllmOptions, vllm_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_TARGET = REPOSITORY / "demo" / "target"
@@ -31,7 +31,7 @@ def serve(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     logs = tmp_path_factory.mktemp("vllm")
 
     def start(
-        target: Path, drafter: Path | None = None, options: VllmOptions = VllmOptions()
+        target: Path, drafter: Path | None = None, options: VllmOptions = DEFAULTS
     ) -> AbstractContextManager[Server]:
         return vllm_server(vllm_python, target, drafter, logs / f"{len(os.listdir(logs))}.log", options)
 

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, models
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash_core.batches.cache import RowStore, ShardRows, unpack
+from dflash_core.quality.statistics import MergedStatistics, RenderedRows, file_statistics, merge_statistics
 from dflash_core.quality.training_set import training_set_hash
 from dflash_core.recipe import Recipe
-from dflash_core.records import StoredObject, TrainingSet, TrainingSetPointer, TrainingSetShard, Verdict
+from dflash_core.records import TrainingSet, TrainingSetPointer, TrainingSetShard, Verdict
 from dflash_core.storage.store import Store
 from dflash_core.tokenization.fingerprint import fingerprint
 from dflash_core.tokenization.shards import SCHEMA, read_shard
@@ -107,13 +108,35 @@ def put_training_set(
         reject_reasons={},
         tokens=sum(shard.tokens for shard in shards),
         supervised_tokens=sum(shard.supervised_tokens for shard in shards),
-        statistics=StoredObject(key="", size=0, sha256=""),
+        statistics=store.put("training_set/statistics.json", _statistics(files).model_dump_json().encode()),
         verdict=Verdict(passed=passed, reasons=() if passed else ("file1: 87 % near-empty",)),
     )
     frozen = frozen.model_copy(update={"hash": training_set_hash(frozen)})
     store.put_record(f"training_set/{frozen.hash}.json", frozen)
     store.put_record("training_set/latest.json", TrainingSetPointer(hash=frozen.hash))
     return frozen
+
+
+def _statistics(files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]]]) -> MergedStatistics:
+    return merge_statistics(
+        file_statistics(
+            partition,
+            RenderedRows(
+                row_ids=[row_id for row_id, _, _ in rows],
+                lines=np.arange(1, len(rows) + 1),
+                lengths=np.array([len(ids) for _, ids, _ in rows], dtype=np.int64),
+                prompt_tokens=np.array([spans[0][0] if spans else 0 for _, _, spans in rows], dtype=np.int64),
+                supervised=np.array([sum(b - a for a, b in spans) for _, _, spans in rows], dtype=np.int64),
+                finish_reasons=["stop"] * len(rows),
+                flags=np.zeros(len(rows), dtype=np.int64),
+                text_hashes=np.arange(len(rows), dtype=np.uint64),
+                dropped=[None] * len(rows),
+            ),
+            [],
+            len(rows),
+        )
+        for partition, rows in files.items()
+    )
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -1,0 +1,252 @@
+"""`dflash serve-check`: does a running server accept what our own decoder accepts of the same drafter?
+
+Held-out prompts are decoded greedily by the server and by us, with the exported weights; acceptance is read from the
+server's metrics and counted by us under one convention (see `served`), so that equal means equal and not similar. The
+trade-off: one request after the other, because only then are the counters ours alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dflash_core.drafter.export import fetch_export, find_export
+from dflash_core.drafter.folder import read_config, read_state
+from dflash_core.drafter.target_files import check_target
+from dflash_core.drafter.trained import find_checkpoint
+from dflash_core.errors import IncompatibleError, StorageError, UserError
+from dflash_core.evaluation.acceptance import acceptance_length, add
+from dflash_core.evaluation.decode import Generation, Sampling, generate
+from dflash_core.evaluation.drafts import DrafterDraft
+from dflash_core.evaluation.prompts import held_out_prompts
+from dflash_core.evaluation.served import Completion, Server
+from dflash_core.evaluation.subject import Subject, load_subject
+from dflash_core.evaluation.vllm_server import VllmOptions, vllm_server
+from dflash_core.recipe import Recipe
+from dflash_core.records import DrafterExport, ServeCheck
+from dflash_core.storage.store import Store, open_stores
+
+Tokens = tuple[int, ...] | None
+OnProgress = Callable[[int, int], None]
+TOLERANCE = 0.05
+"""Relative difference of acceptance lengths that still counts as equal: in bf16, ties break otherwise now and then."""
+PROBE_TOKENS = 64
+"""Of the first prompt, whose text the server is asked to tokenize."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of whom."""
+
+    url: str | None
+    """A running server with the drafter; None: start vLLM with the exported one."""
+    plain_url: str | None = None
+    """A server of the same target without the drafter, whose tokens are compared, too."""
+    model: str | None = None
+    """The served name; None: the only one."""
+    vllm_python: Path | None = None
+    """Python of an environment with vLLM, needed without `url`."""
+    prompts: int = 16
+
+
+def serve_check(recipe: Recipe, run: str | None, question: Question, on_progress: OnProgress) -> ServeCheck:
+    """Ask, decode, compare; write drafter_eval/<run>/serve_check.json.
+
+    Args:
+        recipe: names target, stores, held-out share and the evaluation's token limit.
+        run: an exported training run; None: the last one.
+        question: the server and how much to ask.
+        on_progress: called with (steps done, steps in all); a step is a prompt of one side.
+
+    Raises:
+        ObjectMissing: no such run, or it has not been exported.
+        IncompatibleError: target, tokenizer or block size of the two sides differ; the message holds both values.
+        UserError: no server, no metrics of speculative decoding, another model, or someone else used it meanwhile.
+    """
+    if (question.url is None) == (question.vllm_python is None):
+        raise UserError("give the address of a running server (--url) or a python with vLLM (--vllm-python)")
+    store = open_stores(recipe).derived
+    checkpoint = find_checkpoint(store, run)
+    check_target(checkpoint, recipe)
+    with _exported(recipe, store, find_export(store, checkpoint.run)) as folder:
+        config = read_config(folder)
+        subject = load_subject(recipe, config, read_state(folder, config), checkpoint.training_set)
+        drawn = held_out_prompts(subject.rows, subject.split.held_out, recipe.seed, question.prompts)
+        sampling = Sampling(recipe.evaluation.max_new_tokens, subject.target.stop_tokens)
+        task = _Task([prompt.ids for prompt in drawn], sampling, on_progress, 2 if question.plain_url is None else 3)
+        with _server(recipe, question, folder) as server:
+            asked = _ask(server, question.model, subject, task)
+    if asked.block_size > config.block_size:
+        raise IncompatibleError(
+            f"{asked.url} drafts {asked.block_size - 1} tokens, run {checkpoint.run} was trained for "
+            f"{config.block_size - 1}; start it with the latter as num_speculative_tokens"
+        )
+    decoded = _decode(subject, asked.block_size, task)
+    plain = None if question.plain_url is None else _complete(Server(question.plain_url), None, task, 2)
+    check = _compare(checkpoint.run, asked, decoded, plain)
+    store.put_record(f"drafter_eval/{checkpoint.run}/serve_check.json", check)
+    return check
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What both sides decode."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    on_progress: OnProgress
+    sides: int
+    """How many decode it."""
+
+    def done(self, side: int, number: int) -> None:
+        """Prompt `number` of a side, from 1."""
+        count = len(self.prompts)
+        self.on_progress(side * count + number, self.sides * count)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the server gave and counted."""
+
+    url: str
+    model: str
+    completions: tuple[Completion, ...]
+    histogram: tuple[int, ...]
+
+    @property
+    def block_size(self) -> int:
+        return len(self.histogram)
+
+
+def _ask(server: Server, wanted: str | None, subject: Subject, task: _Task) -> _Asked:
+    model = server.model(wanted)
+    before = server.counters()
+    _check_tokenizer(server, model, subject, task.prompts[0])
+    completions = _complete(server, model, task, 0)
+    counted = server.counters().since(before)
+    given = sum(completion.count for completion in completions)
+    if counted.generated != given:
+        raise UserError(
+            f"{server.url} gave out {counted.generated} tokens while we got {given}: somebody else uses it; "
+            "check a server of your own"
+        )
+    return _Asked(server.url, model, tuple(completions), counted.histogram)
+
+
+def _complete(server: Server, model: str | None, task: _Task, side: int) -> list[Completion]:
+    """Every prompt, one after the other."""
+    name = server.model(model)
+    completions = []
+    for number, prompt in enumerate(task.prompts, 1):
+        stop = sorted(task.sampling.stop_tokens)
+        completions.append(server.complete(name, prompt, task.sampling.max_new_tokens, stop))
+        task.done(side, number)
+    return completions
+
+
+def _decode(subject: Subject, block_size: int, task: _Task) -> list[Generation]:
+    """The same by our decoder, as many proposals at a time."""
+    target = subject.target
+    draft = DrafterDraft(subject.drafter, target.embedding, target.lm_head, block_size=block_size)
+    decoded = []
+    for number, prompt in enumerate(task.prompts, 1):
+        decoded.append(generate(target, draft, prompt, task.sampling))
+        task.done(1, number)
+    return decoded
+
+
+def _check_tokenizer(server: Server, model: str, subject: Subject, prompt: Sequence[int]) -> None:
+    """Refuse a server that reads the same text as other tokens; one that cannot say passes."""
+    reference = subject.tokenizer.reference
+    text = reference.decode(list(prompt[:PROBE_TOKENS]), skip_special_tokens=False)
+    ours = tuple(reference.encode(text, add_special_tokens=False).ids)
+    theirs = server.tokenize(model, text)
+    if theirs is not None and theirs != ours:
+        raise IncompatibleError(
+            f"{server.url} tokenizes the first prompt as {list(theirs[:8])}..., {subject.recipe.tokenizer_path} as "
+            f"{list(ours[:8])}...; serve the target with the tokenizer of the training"
+        )
+
+
+def _compare(run: str, asked: _Asked, decoded: list[Generation], plain: list[Completion] | None) -> ServeCheck:
+    compared, differences = _differences(asked.completions, [g.tokens for g in decoded], "our decoder's")
+    if plain is not None:
+        more, further = _differences(asked.completions, [p.tokens for p in plain], "those without the drafter")
+        compared, differences = compared + more, differences + further
+    histogram = add([generation.histogram for generation in decoded])
+    served_length, length = acceptance_length(asked.histogram), acceptance_length(histogram)
+    return ServeCheck(
+        run=run,
+        url=asked.url,
+        model=asked.model,
+        prompts=len(decoded),
+        block_size=asked.block_size,
+        compared=compared,
+        differences=tuple(differences),
+        served_histogram=asked.histogram,
+        decoded_histogram=histogram,
+        served_acceptance_length=served_length,
+        decoded_acceptance_length=length,
+        agrees=_agree(served_length, length),
+        verdict=_verdict(asked, histogram, compared, len(differences)),
+    )
+
+
+def _differences(served: Sequence[Completion], others: Sequence[Tokens], whose: str) -> tuple[int, list[str]]:
+    """How many outputs could be compared, and a sentence for each that differs."""
+    pairs = [(i, a.tokens, b) for i, (a, b) in enumerate(zip(served, others, strict=True))]
+    sentences = []
+    for number, ours, other in pairs:
+        if ours is not None and other is not None and ours != other:
+            short = min(len(ours), len(other))
+            at = next((i for i in range(short) if ours[i] != other[i]), short)
+            sentences.append(
+                f"prompt {number}: served tokens differ from {whose} from token {at} on, "
+                f"{list(ours[at : at + 1])} against {list(other[at : at + 1])}"
+            )
+    return sum(a is not None and b is not None for _, a, b in pairs), sentences
+
+
+def _verdict(asked: _Asked, decoded: Sequence[int], compared: int, different: int) -> str:
+    """One sentence."""
+    served, ours = acceptance_length(asked.histogram), acceptance_length(decoded)
+    numbers = f"served acceptance length {served:.2f}, decoded {ours:.2f}"
+    if not _agree(served, ours) and served < ours:
+        return f"lower than it should be: {numbers}; `dflash diagnose` names the cause"
+    if not _agree(served, ours):
+        return f"higher than it can be: {numbers}; the server does not run this drafter on this target"
+    equal = "equal in every step" if asked.histogram == tuple(decoded) else f"equal within {TOLERANCE:.0%}"
+    if not compared:
+        return f"{equal}: {numbers}; the server returns no token ids to compare"
+    tokens = f"{different} of {compared} outputs differ" if different else f"all {compared} outputs equal"
+    return f"{equal}: {numbers}; {tokens}"
+
+
+def _agree(served: float, decoded: float) -> bool:
+    return abs(served - decoded) <= TOLERANCE * decoded
+
+
+@contextmanager
+def _exported(recipe: Recipe, store: Store, export: DrafterExport) -> Iterator[Path]:
+    """The exported folder as S3 holds it, verified."""
+    work_dir = recipe.storage.work_dir
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".served-", dir=work_dir) as name:
+            fetch_export(store, export, Path(name))
+            yield Path(name)
+    except OSError as error:
+        raise StorageError(f"storage.work_dir {work_dir} cannot take the export: {error}; free disk space") from None
+
+
+@contextmanager
+def _server(recipe: Recipe, question: Question, drafter: Path) -> Iterator[Server]:
+    if question.vllm_python is None:
+        assert question.url is not None
+        yield Server(question.url)
+        return
+    log = recipe.storage.work_dir / "vllm.log"
+    options = VllmOptions(dtype=recipe.target.dtype)
+    with vllm_server(question.vllm_python, recipe.target.path, drafter, log, options) as server:
+        yield server

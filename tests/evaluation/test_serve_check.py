@@ -1,0 +1,301 @@
+"""A server is asked on held-out prompts and compared with our decoder; every way in which it does not fit is named."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dflash_core import cli
+from dflash_core.drafter.export import export_drafter
+from dflash_core.drafter.model import Drafter
+from dflash_core.errors import IncompatibleError, ObjectMissing, UserError
+from dflash_core.evaluation import serve_check as serve_check_module
+from dflash_core.evaluation.acceptance import acceptance_length
+from dflash_core.evaluation.decode import Generation, Sampling, generate, generate_plain
+from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft
+from dflash_core.evaluation.ngram import NgramModel
+from dflash_core.evaluation.serve_check import Question, serve_check
+from dflash_core.evaluation.served import Counters, Server
+from dflash_core.evaluation.target import VerifyingTarget, load_verifying_target
+from dflash_core.evaluation.vllm_server import speculative_config, vllm_server
+from dflash_core.recipe import Evaluation, Export, Recipe
+from dflash_core.records import ServeCheck
+from dflash_core.storage.store import Store
+from dflash_core.tokenization.tokenizer import load_tokenizer
+from tests.drafter.conftest import RUN, finished
+
+__all__ = ["finished"]
+Finished = tuple[Recipe, Drafter]
+
+
+@dataclass
+class Fake:
+    """A server that decodes as we do and counts as vLLM does; its fields make it another one."""
+
+    recipe: Recipe
+    drafter: Drafter
+    block_size: int = 4
+    metrics: bool = True
+    token_ids: bool = True
+    names: tuple[str, ...] = ("tiny",)
+    accepts: int | None = None
+    """Counts this many proposals of each step as accepted, whatever is true."""
+    third_token: int | None = None
+    """Says this instead of the third token."""
+    foreign_tokens: int = 0
+    """Given to somebody else at each request."""
+    tokenizer: Callable[[list[int]], list[int]] | None = None
+    counted: list[int] = field(default_factory=list)
+    generated: int = 0
+
+    def __post_init__(self) -> None:
+        self.target = load_verifying_target(
+            self.recipe.target.path, self.drafter.config.target_layer_ids, torch.float32, torch.device("cpu")
+        )
+        self.draft = DrafterDraft(
+            self.drafter.eval(), self.target.embedding, self.target.lm_head, block_size=self.block_size
+        )
+
+    def answer(self, path: str, body: dict[str, object]) -> tuple[int, str]:
+        if path == "/v1/models":
+            return 200, json.dumps({"data": [{"id": name} for name in self.names]})
+        if path == "/metrics":
+            return 200, self.counters() if self.metrics else "up 1.0\n"
+        if path == "/tokenize" and self.tokenizer is not None:
+            ids = load_tokenizer(self.recipe).reference.encode(str(body["prompt"]), add_special_tokens=False).ids
+            return 200, json.dumps({"tokens": self.tokenizer(ids)})
+        if path == "/v1/completions":
+            return 200, json.dumps(self.complete(body))
+        return 404, "no such path"
+
+    def complete(self, body: dict[str, object]) -> dict[str, object]:
+        assert body["temperature"] == 0
+        sampling = Sampling(int(str(body["max_tokens"])), frozenset(body["stop_token_ids"]))  # type: ignore[call-overload]
+        made = generate(self.target, self.draft, body["prompt"], sampling)  # type: ignore[arg-type]
+        for accepted, steps in enumerate(made.histogram):
+            self.counted += [accepted if self.accepts is None else self.accepts] * steps
+        tokens = list(made.tokens)
+        if self.third_token is not None:
+            tokens[2] = self.third_token
+        self.generated += len(tokens) + self.foreign_tokens
+        choice = {"text": "", "token_ids": tokens} if self.token_ids else {"text": ""}
+        return {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
+
+    def counters(self) -> str:
+        lines = ["# HELP vllm:x y", f'vllm:spec_decode_num_drafts_total{{engine="0"}} {float(len(self.counted))}']
+        lines.append(f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {float(sum(self.counted))}')
+        lines.append(f'vllm:generation_tokens_total{{engine="0",model_name="tiny"}} {float(self.generated)}')
+        for k in range(self.block_size - 1):
+            count = float(sum(accepted > k for accepted in self.counted))
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines.append(f'{name}{{engine="0",model_name="tiny",position="{k}"}} {count}')
+        return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[[Callable[[str, dict[str, object]], tuple[int, str]]], str]]:
+    """Starts an HTTP server that answers with a function of (path, body); gives its address."""
+    running: list[ThreadingHTTPServer] = []
+
+    def start(answer: Callable[[str, dict[str, object]], tuple[int, str]]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply({})
+
+            def do_POST(self) -> None:
+                self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def reply(self, body: dict[str, object]) -> None:
+                status, text = answer(self.path, body)
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", text)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running.append(server)
+        return f"http://127.0.0.1:{server.server_address[1]}"
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def exported(finished: Finished) -> Finished:
+    """An exported run with prompts held out."""
+    recipe, drafter = finished
+    recipe = recipe.model_copy(
+        update={
+            "training": recipe.training.model_copy(update={"held_out_share": 0.6}),
+            "evaluation": Evaluation(max_new_tokens=12),
+            "export": Export(dtype="float32"),
+        }
+    )
+    export_drafter(recipe, RUN)
+    return recipe, drafter
+
+
+Listen = Callable[..., str]
+
+
+def nothing(*_: object) -> None:
+    """No progress bar."""
+
+
+def test_an_equal_server_is_equal_step_by_step(exported: Finished, listen: Listen, s3: Store) -> None:
+    recipe, drafter = exported
+    url = listen(Fake(recipe, drafter, tokenizer=lambda ids: ids).answer)
+    seen: list[tuple[int, int]] = []
+    check = serve_check(recipe, None, Question(url, plain_url=url, prompts=3), lambda *at: seen.append(at))
+    assert check.agrees
+    assert check.served_histogram == check.decoded_histogram
+    assert sum(check.served_histogram) > 0
+    assert (check.prompts, check.compared, check.differences, check.block_size) == (3, 6, (), 4)
+    assert check.verdict.startswith("equal in every step")
+    assert seen == [(done, 9) for done in range(1, 10)]
+    assert s3.get_record(f"drafter_eval/{RUN}/serve_check.json", ServeCheck) == check
+
+
+def test_fewer_proposals_than_trained_are_compared_as_served(exported: Finished, listen: Listen) -> None:
+    recipe, drafter = exported
+    check = serve_check(recipe, RUN, Question(listen(Fake(recipe, drafter, block_size=3).answer), prompts=3), nothing)
+    assert (check.block_size, check.agrees) == (3, True)
+    assert check.served_histogram == check.decoded_histogram
+
+
+def test_impossible_acceptance_and_other_tokens_are_said(exported: Finished, listen: Listen) -> None:
+    recipe, drafter = exported
+
+    def verdict(fake: Fake) -> ServeCheck:
+        return serve_check(recipe, RUN, Question(listen(fake.answer), prompts=3), nothing)
+
+    high = verdict(Fake(recipe, drafter, accepts=3))
+    assert not high.agrees
+    assert "higher than it can be" in high.verdict
+    other = verdict(Fake(recipe, drafter, third_token=7))
+    assert other.agrees
+    assert len(other.differences) == 3
+    assert other.differences[0].startswith("prompt 0: served tokens differ from our decoder's from token 2 on, [7] ")
+    assert "3 of 3 outputs differ" in other.verdict
+    silent = verdict(Fake(recipe, drafter, token_ids=False))
+    assert (silent.compared, silent.agrees) == (0, True)
+    assert "returns no token ids" in silent.verdict
+
+
+def make_ours_foresee(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let our decoder draft what the target will say, as a good drafter would; the server keeps the untrained one."""
+    make = serve_check_module.generate
+
+    def foreseeing(target: VerifyingTarget, draft: Draft, prompt: list[int], sampling: Sampling) -> Generation:
+        text = np.array([*prompt, *generate_plain(target, prompt, sampling).tokens], np.int32)
+        return make(target, NgramDraft(NgramModel(len(text), [text]), draft.block_size), prompt, sampling)
+
+    monkeypatch.setattr(serve_check_module, "generate", foreseeing)
+
+
+def test_a_server_that_accepts_less_is_lower(
+    exported: Finished, listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, drafter = exported
+    make_ours_foresee(monkeypatch)
+    low = serve_check(recipe, RUN, Question(listen(Fake(recipe, drafter).answer), prompts=3), nothing)
+    assert low.served_acceptance_length < 2 < 3.5 < low.decoded_acceptance_length
+    assert not low.agrees
+    assert not low.differences
+    assert low.verdict.startswith("lower than it should be: served acceptance length 1.")
+    assert low.verdict.endswith("`dflash diagnose` names the cause")
+
+
+def test_every_misfit_is_one_sentence(exported: Finished, listen: Listen) -> None:
+    recipe, drafter = exported
+
+    def ask(fake: Fake, model: str | None = None) -> None:
+        serve_check(recipe, RUN, Question(listen(fake.answer), model=model, prompts=2), nothing)
+
+    with pytest.raises(UserError, match=r"counts no speculative decoding .*--speculative-config"):
+        ask(Fake(recipe, drafter, metrics=False))
+    with pytest.raises(UserError, match=r"serves tiny, not gpt; name one of them with --model"):
+        ask(Fake(recipe, drafter), model="gpt")
+    with pytest.raises(UserError, match=r"serves tiny, small, not exactly one"):
+        ask(Fake(recipe, drafter, names=("tiny", "small")))
+    with pytest.raises(UserError, match=r"gave out \d+ tokens while we got \d+: somebody else uses it"):
+        ask(Fake(recipe, drafter, foreign_tokens=5))
+    with pytest.raises(IncompatibleError, match=r"tokenizes the first prompt as \[\d+.*as \[\d+"):
+        ask(Fake(recipe, drafter, tokenizer=lambda ids: [id + 1 for id in ids]))
+    wide = Fake(recipe, drafter)
+    wide.block_size = 9
+    with pytest.raises(IncompatibleError, match=rf"drafts 8 tokens, run {RUN} was trained for 3"):
+        ask(wide)
+
+
+def test_addresses_that_are_no_server_are_one_sentence(listen: Listen) -> None:
+    for url in ("file:///etc/passwd", "127.0.0.1:8000", "http://169.254.169.254/latest"):
+        with pytest.raises(UserError, match=r"the address of the server .* (must be an http|link-local|metadata)"):
+            Server(url)
+    with pytest.raises(UserError, match=r"does not answer .*is the server up"):
+        Server("http://127.0.0.1:9").model(None)
+    with pytest.raises(UserError, match=r"answers 404: no such page"):
+        Server(listen(lambda path, body: (404, "no such page"))).model(None)
+    with pytest.raises(UserError, match=r"answers no JSON object; is this an OpenAI-compatible server"):
+        Server(listen(lambda path, body: (200, "<html>"))).model(None)
+    secret = listen(lambda path, body: (200, '{"data": [{"id": "secret"}]}'))
+    with pytest.raises(UserError, match=r"answers 302"):
+        Server(listen(lambda path, body: (302, secret + path))).model(None)
+    assert Server(secret + "/v1/").model(None) == "secret"
+
+
+def test_counters_become_the_histogram_of_our_decoder() -> None:
+    steps = [0, 3, 1, 1, 2, 3]
+    counters = Counters(6, sum(steps), tuple(sum(s > k for s in steps) for k in range(3)), 16)
+    assert counters.histogram == (1, 2, 1, 2)
+    assert acceptance_length(counters.histogram) == 1 + counters.accepted / counters.drafts
+    assert counters.since(counters).histogram == (0, 0, 0, 0)
+
+
+def test_without_an_export_or_a_server_the_sentence_says_what_to_do(finished: Finished, tmp_path: Path) -> None:
+    recipe, _ = finished
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"held_out_share": 0.6})})
+    with pytest.raises(ObjectMissing, match=r"has not been exported whole; export it first \(dflash export\)"):
+        serve_check(recipe, None, Question("http://127.0.0.1:9"), nothing)
+    for question in (Question(None), Question("http://127.0.0.1:9", vllm_python=tmp_path)):
+        with pytest.raises(UserError, match=r"give the address of a running server"):
+            serve_check(recipe, None, question, nothing)
+    started = vllm_server(tmp_path / "python", recipe.target.path, None, tmp_path / "log")
+    with pytest.raises(UserError, match=r"does not exist; name the python of an environment with vLLM"), started:
+        pass
+
+
+def test_vllm_is_told_one_proposal_less_than_the_block(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"block_size": 16}')
+    assert speculative_config(tmp_path) == {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 15}
+
+
+def test_the_command_prints_both_sides_and_fails_where_serving_is_lower(
+    exported: Finished, listen: Listen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe, drafter = exported
+    monkeypatch.setattr(cli, "open_recipe", lambda path: recipe)
+    result = tmp_path / "result.json"
+    good = ["serve-check", "--url", listen(Fake(recipe, drafter).answer), "--prompts", "2", "--result", str(result)]
+    answer = CliRunner().invoke(cli.app, good)
+    assert answer.exit_code == 0, answer.output
+    assert "equal in every step" in answer.output
+    assert "served" in answer.output
+    assert ServeCheck.model_validate_json(result.read_text()).agrees
+    make_ours_foresee(monkeypatch)
+    low = listen(Fake(recipe, drafter).answer)
+    assert CliRunner().invoke(cli.app, ["serve-check", "--url", low, "--prompts", "2"]).exit_code == 1
