@@ -1,4 +1,4 @@
-"""The commands that need Dagster, beside the core's: `dflash dev`, `dflash partitions sync`."""
+"""The commands that need Dagster, beside the core's: `dflash dev`, `dflash partitions`."""
 
 import sys
 from typing import Annotated
@@ -34,6 +34,18 @@ def sync(recipe: RecipeOption = DEFAULT_RECIPE) -> None:
     print(f"{len(synced.sources)} files, {len(synced.added)} new partitions, {len(synced.vanished)} without a file")
     for partition in synced.vanished:
         print(f"vanished: {partition}", file=sys.stderr)
+
+
+@partitions.command()
+def release(keys: Annotated[list[str], typer.Argument(metavar="KEY...")]) -> None:
+    """Let quarantined partitions be tried again, with a fresh count."""
+    from dflash_assets.dev import local_instance
+    from dflash_assets.quarantine import release as release_partition
+
+    instance = local_instance()
+    for key in keys:
+        release_partition(instance, key)
+        print(f"released: {key}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from dflash_assets.metadata import GROUP, file_uri, picture
-from dflash_assets.partitions import completion_files, sources_of
+from dflash_assets.metadata import GROUP, file_uri, picture, table
+from dflash_assets.partitions import FILES_PER_RUN, completion_files, sources_of
 from dflash_assets.resources import RecipeResource
 from dflash_core import TOKENIZATION_VERSION
 from dflash_core.errors import UserError
@@ -23,7 +23,6 @@ from dflash_core.storage.store import Store, open_stores
 from dflash_core.tokenization.objects import FileDone
 from dflash_core.tokenization.pipeline import process_files
 
-FILES_PER_RUN = 250
 OWNERS = ["team:data"]
 
 raw_completions = dg.AssetSpec(
@@ -57,6 +56,8 @@ loss_mask_stats = dg.AssetSpec(
     skippable=True,
 )
 
+FILE_ASSETS = (raw_completions.key, tokenized_shards.key, loss_mask_stats.key)
+
 rows_conserved = dg.AssetCheckSpec(
     "rows_conserved", asset="tokenized_shards", description="Rows read = rows kept + rows rejected, file by file."
 )
@@ -73,7 +74,7 @@ rows_conserved = dg.AssetCheckSpec(
 )
 def completion_file_assets(
     context: dg.AssetExecutionContext, recipe: RecipeResource
-) -> Iterator[dg.AssetMaterialization | dg.AssetCheckResult]:
+) -> Iterator[dg.AssetMaterialization | dg.AssetObservation | dg.AssetCheckResult]:
     """Tokenize the files of this run's partitions, all cores, and report each as soon as it is done."""
     settings = recipe.load()
     failed: dict[str, str] = {}
@@ -82,14 +83,16 @@ def completion_file_assets(
     try:
         derived = open_stores(settings).derived
         sources, gone = sources_of(settings, context.partition_keys)
-        failed |= dict.fromkeys(gone, "its source file is gone, or not generated yet")
+        for partition in gone:
+            failed[partition] = "its source file is gone, or not generated yet"
+            yield from _observations(context, partition, failed[partition], None)
         for outcome in process_files(settings, sources):
             if isinstance(outcome, FileDone):
                 manifests.append(outcome.manifest)
                 yield from _materializations(context, settings, derived, outcome)
             else:
                 failed[outcome.source.partition] = outcome.reason
-                context.log.error(f"{outcome.source.uri}: {outcome.reason}")
+                yield from _observations(context, outcome.source.partition, outcome.reason, outcome.source.etag)
     except UserError as error:
         stopped = str(error)
     if rows_conserved.key in context.selected_asset_check_keys:
@@ -98,13 +101,28 @@ def completion_file_assets(
         raise _failure(failed, stopped, len(context.partition_keys))
 
 
+def _observations(
+    context: dg.AssetExecutionContext, partition: str, reason: str, etag: str | None
+) -> Iterator[dg.AssetObservation]:
+    """Why a file failed, on the page of its partition."""
+    context.log.error(f"{partition}: {reason}")
+    for key in sorted(context.selected_asset_keys):
+        yield dg.AssetObservation(
+            key, partition=partition, metadata={"state": "failed", "reason": reason, "etag": etag or "none"}
+        )
+
+
 def _failure(failed: dict[str, str], stopped: str, files: int) -> dg.Failure:
     """Every failed file with its reason, and what stopped the run as a whole, if anything did."""
     sentences = [f"{partition}: {reason}" for partition, reason in sorted(failed.items())]
     counted = [f"{len(failed)} of {files} files failed: {'; '.join(sentences)}"] if failed else []
     return dg.Failure(
         "; ".join([*([stopped] if stopped else []), *counted]),
-        metadata={"failed files": _failure_table(failed)} if failed else {},
+        metadata={
+            "failed files": table([{"partition": key, "reason": reason} for key, reason in sorted(failed.items())])
+        }
+        if failed
+        else {},
         allow_retries=False,
     )
 
@@ -175,10 +193,4 @@ def _conservation(manifests: list[ShardManifest]) -> dg.AssetCheckResult:
             "rows rejected": sum(m.rows_rejected for m in manifests),
             "files that lost rows": dg.MetadataValue.json(wrong),
         },
-    )
-
-
-def _failure_table(failed: dict[str, str]) -> dg.TableMetadataValue:
-    return dg.MetadataValue.table(
-        [dg.TableRecord({"partition": partition, "reason": reason}) for partition, reason in sorted(failed.items())]
     )

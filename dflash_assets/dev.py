@@ -19,8 +19,13 @@ from dflash_core.storage.embedded import store_of
 from dflash_core.supervised import last_words, supervised
 
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 120.0
+"""For files under way; what has not ended then is killed, and run again at the next start."""
+CHECKPOINT_TIMEOUT_S = 130.0
 STATE = Path(".dflash")
+GPU_ASSETS = frozenset({"drafter_checkpoint", "drafter_eval"})
+SENSORS = ("new_completion_files", "nightly_stages", "tell_of_failed_runs")
+SCHEDULES = ("rerun_failed_files", "nightly_lineage")
 
 
 def serve(recipe: Path, port: int) -> None:
@@ -52,11 +57,18 @@ def local_instance() -> dg.DagsterInstance:
 def _serve(recipe: Path, port: int) -> None:
     with dagster_ui(recipe, port, log=None) as ui:
         ui.wait_until_loaded()
+        _switch_on(ui)
         print(f"\n  Dagster UI: {ui.url}\n  Ctrl-C stops it; its state stays in .dflash/\n", flush=True)
         try:
             signal.pause()
         except KeyboardInterrupt:
-            print("stopping", flush=True)
+            print("stopping; training saves a checkpoint first", flush=True)
+
+
+def _switch_on(ui: Dagster) -> None:
+    """Start what runs by itself, except what somebody has started or stopped in this instance before."""
+    touched = {state.name for state in local_instance().all_instigator_state()}
+    ui.switch_on([name for name in SENSORS if name not in touched], [name for name in SCHEDULES if name not in touched])
 
 
 @contextmanager
@@ -85,7 +97,28 @@ def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
                     raise UserError(f"the Dagster UI did not come up at {ui.url}{words}")
                 time.sleep(0.2)
             ui.ask("mutation { setNuxSeen }")  # no newsletter dialog before the first look
-            yield ui
+            try:
+                yield ui
+            finally:
+                if process.poll() is None:
+                    _end_training(ui)
+
+
+def _end_training(ui: Dagster) -> None:
+    """Terminate what holds the GPU, and wait until it has saved; Dagster itself would be killed before."""
+    deadline = time.monotonic() + CHECKPOINT_TIMEOUT_S
+    asked: set[str] = set()
+    try:
+        while time.monotonic() < deadline:
+            runs = {run.run for run in ui.started_runs() if run.job == "drafter_job" or run.assets & GPU_ASSETS}
+            if not runs:
+                return
+            if runs - asked:
+                ui.terminate(sorted(runs - asked))
+                asked |= runs
+            time.sleep(0.5)
+    except UserError as error:
+        print(f"training could not be asked to save a checkpoint: {error}", file=sys.stderr)
 
 
 def _free(port: int) -> int:

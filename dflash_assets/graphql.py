@@ -4,7 +4,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,25 @@ MATERIALIZATION = """query($key: AssetKeyInput!, $partition: String!) { assetNod
   ... on AssetNode { assetMaterializations(partitions: [$partition], limit: 1) { timestamp } } } }"""
 PARTITIONS = """query($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { __typename ... on AssetNode {
   partitionStats { numPartitions numMaterialized numFailed } } } }"""
+START_SENSOR = """mutation($selector: SensorSelector!) { startSensor(sensorSelector: $selector) { __typename
+  ... on PythonError { message } } }"""
+START_SCHEDULE = """mutation($selector: ScheduleSelector!) { startSchedule(scheduleSelector: $selector) { __typename
+  ... on PythonError { message } } }"""
+STARTED_RUNS = """query { runsOrError(filter: { statuses: [STARTING, STARTED, CANCELING] }) { __typename
+  ... on Runs { results { runId jobName assetSelection { path } } } } }"""
+TERMINATE = """mutation($runs: [String!]!) { terminateRuns(runIds: $runs) { __typename
+  ... on PythonError { message } } }"""
+REPOSITORY = {"repositoryLocationName": LOCATION, "repositoryName": "__repository__"}
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run that works at this moment."""
+
+    run: str
+    job: str
+    assets: frozenset[str]
+    """What it was asked for; empty: all of its job."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +111,7 @@ class Dagster:
             LAUNCH_RUN,
             params={
                 "selector": {
-                    "repositoryLocationName": LOCATION,
-                    "repositoryName": "__repository__",
+                    **REPOSITORY,
                     "pipelineName": "__ASSET_JOB",
                     "assetSelection": [{"path": [asset]} for asset in assets],
                 },
@@ -158,6 +176,28 @@ class Dagster:
         raise UserError(
             f"backfill {backfill} did not end within {timeout_s:.0f} s; look at {self.url}/overview/backfills"
         )
+
+    def switch_on(self, sensors: Iterable[str], schedules: Iterable[str]) -> None:
+        """Start sensors and schedules.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        for name in sensors:
+            self.ask(START_SENSOR, selector={**REPOSITORY, "sensorName": name})
+        for name in schedules:
+            self.ask(START_SCHEDULE, selector={**REPOSITORY, "scheduleName": name})
+
+    def started_runs(self) -> list[StartedRun]:
+        """Runs that work at this moment."""
+        return [
+            StartedRun(run["runId"], run["jobName"], frozenset(key["path"][-1] for key in run["assetSelection"] or ()))
+            for run in self.ask(STARTED_RUNS)["runsOrError"]["results"]
+        ]
+
+    def terminate(self, runs: Sequence[str]) -> None:
+        """Ask runs to end; they do so in their own time."""
+        self.ask(TERMINATE, runs=list(runs))
 
     def partitions(self, asset: str) -> tuple[int, int, int]:
         """(all, materialized, failed) partitions of an asset."""

@@ -1,7 +1,12 @@
-"""The one partitions definition: a partition is a source file with completions, or the prompts that will become one."""
+"""The one partitions definition: a partition is a source file with completions, or the prompts that will become one.
 
-from collections.abc import Sequence
+Dagster gives a run one key or one contiguous range of keys, in the order in which they were added. New files are added
+together, so they lie together; scattered keys cost a run per range.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, groupby
 
 import dagster as dg
 
@@ -10,6 +15,11 @@ from dflash_core.records import SourceFile
 from dflash_core.storage.store import find_files, list_sources, open_stores
 
 NAME = "completion_files"
+FILES_PER_RUN = 250
+"""Small enough to lose little with a run, large enough that starting it costs nothing beside its work."""
+ADDED_AT_ONCE = 5000
+"""SQLite takes 32,766 values in a statement."""
+RANGE_START, RANGE_END = "dagster/asset_partition_range_start", "dagster/asset_partition_range_end"
 completion_files = dg.DynamicPartitionsDefinition(name=NAME)
 
 
@@ -35,9 +45,14 @@ def sync_partitions(instance: dg.DagsterInstance, recipe: Recipe) -> Synced:
     known = set(instance.get_dynamic_partitions(NAME))
     found = sorted({file.partition for file in [*sources, *prompts]})
     added = [partition for partition in found if partition not in known]
-    if added:
-        instance.add_dynamic_partitions(NAME, added)
+    remember(instance, NAME, added)
     return Synced(tuple(sources), tuple(added), tuple(sorted(known - set(found))))
+
+
+def remember(instance: dg.DagsterInstance, name: str, keys: Sequence[str]) -> None:
+    """Add keys to one of the instance's sets of partitions."""
+    for first in range(0, len(keys), ADDED_AT_ONCE):
+        instance.add_dynamic_partitions(name, keys[first : first + ADDED_AT_ONCE])
 
 
 def sources_of(recipe: Recipe, partitions: Sequence[str]) -> tuple[list[SourceFile], list[str]]:
@@ -45,3 +60,22 @@ def sources_of(recipe: Recipe, partitions: Sequence[str]) -> tuple[list[SourceFi
     wanted = set(partitions)
     sources = [source for source in list_sources(open_stores(recipe).source) if source.partition in wanted]
     return sources, sorted(wanted - {source.partition for source in sources})
+
+
+def ranges_of(instance: dg.DagsterInstance, wanted: Collection[str]) -> list[list[str]]:
+    """Wanted partitions in as few ranges as there are: contiguous ones together, at most FILES_PER_RUN in each."""
+    chosen = set(wanted)
+    places = [(i, key) for i, key in enumerate(instance.get_dynamic_partitions(NAME)) if key in chosen]
+    counter = count()
+    ranges = []
+    for _, neighbours in groupby(places, key=lambda place: place[0] - next(counter)):
+        keys = [key for _, key in neighbours]
+        ranges += [keys[first : first + FILES_PER_RUN] for first in range(0, len(keys), FILES_PER_RUN)]
+    return ranges
+
+
+def range_request(
+    keys: Sequence[str], run_key: str | None = None, tags: Mapping[str, str] | None = None
+) -> dg.RunRequest:
+    """One run over neighbouring partitions."""
+    return dg.RunRequest(run_key=run_key, tags={**(tags or {}), RANGE_START: keys[0], RANGE_END: keys[-1]})

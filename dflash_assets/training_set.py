@@ -7,15 +7,13 @@ the lineage. A failing verdict is written too; training refuses it.
 import dagster as dg
 
 from dflash_assets.completion_files import loss_mask_stats, tokenized_shards
-from dflash_assets.metadata import GROUP, file_uri
+from dflash_assets.metadata import GROUP, bullets, file_uri
 from dflash_assets.resources import RecipeResource
 from dflash_core.errors import UserError
 from dflash_core.quality.training_set import freeze_training_set, report_key
 from dflash_core.records import TrainingSet
 from dflash_core.storage.store import open_stores
 from dflash_core.tokenization.fingerprint import fingerprint
-
-SHOWN = 20
 
 
 class TrainingSetConfig(dg.Config):
@@ -53,7 +51,7 @@ def training_set(
             **file_uri(derived.uri(f"training_set/{frozen.hash}.json")),
             "hash": frozen.hash,
             "verdict": "pass" if frozen.verdict.passed else "fail",
-            "gate reasons": _list(frozen.verdict.reasons),
+            "gate reasons": bullets(frozen.verdict.reasons),
             "report": derived.uri(report_key(frozen)),
             "files": len(frozen.shards),
             "files missing": len(frozen.missing),
@@ -74,7 +72,7 @@ def _gate_check(frozen: TrainingSet) -> dg.AssetCheckResult:
         check_name="gate",
         passed=frozen.verdict.passed,
         description="; ".join(frozen.verdict.reasons) or None,
-        metadata={"reasons": _list(frozen.verdict.reasons)},
+        metadata={"reasons": bullets(frozen.verdict.reasons)},
     )
 
 
@@ -83,10 +81,5 @@ def _coverage_check(frozen: TrainingSet) -> dg.AssetCheckResult:
         check_name="coverage",
         passed=not frozen.missing,
         severity=dg.AssetCheckSeverity.WARN,
-        metadata={"coverage": frozen.coverage, "missing": _list(frozen.missing)},
+        metadata={"coverage": frozen.coverage, "missing": bullets(frozen.missing)},
     )
-
-
-def _list(lines: tuple[str, ...]) -> dg.MarkdownMetadataValue:
-    more = [f"- and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return dg.MetadataValue.md("\n".join([f"- {line}" for line in lines[:SHOWN]] + more) or "none")

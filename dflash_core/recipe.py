@@ -8,12 +8,13 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from dflash_core.errors import RecipeError
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
+Cron = Annotated[str, Field(pattern=r"^\S+( \S+){4}$")]
 TemplateOption = bool | int | float | str
 
 
@@ -119,6 +120,29 @@ class Gate(Section):
     min_median_supervised_tokens: int = Field(32, ge=0)
     min_coverage: Share = 0.95
     """Share of the source files that must be in the training set."""
+
+
+class Automation(Section):
+    """What Dagster does by itself once its schedules and sensors are switched on."""
+
+    rerun_cron: Cron = "*/15 * * * *"
+    """When failed files are tried again."""
+    nightly_cron: Cron = "0 2 * * *"
+    """When the whole lineage is brought up to date."""
+    timezone: str = "UTC"
+    max_attempts: Positive = 3
+    """Tries of one version of a file, the first included; after them it is quarantined until released or replaced."""
+
+
+class Alerts(Section):
+    """Who is told of a failed run, at once."""
+
+    webhook_url: SecretStr | None = None
+    """A POST with JSON goes there; None: nobody is told. Never logged."""
+    format: Literal["json", "slack"] = "json"
+    ui_url: str | None = None
+    """Where people reach the Dagster UI, for the link in the message."""
+    timeout_s: float = Field(10.0, gt=0)
 
 
 class Drafter(Section):
@@ -315,6 +339,8 @@ class Recipe(Section):
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     export: Export = Export()
+    automation: Automation = Automation()
+    alerts: Alerts = Alerts()
     generation: Generation | None = None
 
     @model_validator(mode="after")

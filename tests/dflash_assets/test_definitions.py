@@ -7,6 +7,7 @@ from pathlib import Path
 import dagster as dg
 
 from dflash_assets.definitions import defs
+from dflash_assets.dev import SCHEDULES, SENSORS
 from dflash_assets.metadata import GROUP
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,6 +47,14 @@ def test_training_waits_for_the_gpu_and_tokenization_for_the_cores() -> None:
     pools = {asset.node_def.name: asset.op.pool for asset in _assets()}
     assert pools["drafter_checkpoint"] == pools["drafter_eval"] == "gpu"
     assert pools["completion_files"] == "cpu"
+
+
+def test_nothing_runs_by_itself_until_switched_on() -> None:
+    repository = defs.get_repository_def()
+    assert {sensor.name for sensor in repository.sensor_defs} == set(SENSORS)
+    assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)
+    assert {sensor.default_status.value for sensor in repository.sensor_defs} == {"STOPPED"}
+    assert {schedule.default_status.value for schedule in repository.schedule_defs} == {"STOPPED"}
 
 
 def test_names_are_the_files() -> None:

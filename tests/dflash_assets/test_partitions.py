@@ -1,14 +1,10 @@
-"""The bucket's files are the instance's partitions, and the sensor asks for each version of a file once."""
+"""The bucket's files are the instance's partitions, and runs take them in contiguous ranges."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import dagster as dg
-from dagster_aws.s3 import S3Resource
 
-from dflash_assets.automation import new_completion_files
-from dflash_assets.partitions import sync_partitions
-from dflash_assets.resources import RecipeResource
+from dflash_assets.partitions import ranges_of, remember, sync_partitions
 from dflash_core.recipe import Recipe
 from dflash_core.storage.store import Store
 
@@ -27,23 +23,11 @@ def test_sync_adds_new_files_and_keeps_vanished_ones(
     assert "a" in instance.get_dynamic_partitions("completion_files")
 
 
-def test_sensor_requests_each_version_of_a_file_once(
-    instance: dg.DagsterInstance, recipe_file: Path, source: Store, rows: Rows
-) -> None:
-    cursor: str | None = None
-
-    def tick() -> list[str]:
-        nonlocal cursor
-        context = dg.build_sensor_context(instance=instance, cursor=cursor)
-        result = new_completion_files(context, recipe=RecipeResource(path=str(recipe_file), s3=S3Resource()))
-        assert isinstance(result, dg.SensorResult)
-        cursor = result.cursor
-        return [request.partition_key for request in result.run_requests or []]
-
-    source.put("a.jsonl", rows(1, "a"))
-    source.put("b.jsonl", rows(1, "b"))
-    assert tick() == ["a", "b"]
-    assert tick() == []
-    source.put("b.jsonl", rows(2, "b"))
-    assert tick() == ["b"]
-    assert tick() == []
+def test_runs_cover_neighbours_and_nothing_else(instance: dg.DagsterInstance) -> None:
+    keys = [f"f{number:03d}" for number in range(600)]
+    remember(instance, "completion_files", keys)
+    wanted = set(keys) - {"f003", "f300"}
+    ranges = ranges_of(instance, wanted)
+    assert [len(neighbours) for neighbours in ranges] == [3, 250, 46, 250, 49]
+    assert {key for neighbours in ranges for key in neighbours} == wanted
+    assert ranges_of(instance, {"f003", "not a key"}) == [["f003"]]

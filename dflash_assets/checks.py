@@ -1,0 +1,120 @@
+"""Checks that look beyond one run: whether training set and drafter are still of the files in the bucket.
+
+A changed object makes its shard, the training set and the drafter stale, and Dagster cannot see it (beyond a hundred
+partitions it does not compute staleness). These checks compare ETags. They run with their asset or alone; the sensor
+that sees a change reports them, too.
+"""
+
+from collections.abc import Sequence
+
+import dagster as dg
+
+from dflash_assets.metadata import bullets
+from dflash_assets.quarantine import QUARANTINE, failed_files, quarantine_verdict
+from dflash_assets.resources import RecipeResource
+from dflash_core.errors import ObjectMissing, UserError
+from dflash_core.quality.drift import Drift, drift_of
+from dflash_core.quality.training_set import load_training_set
+from dflash_core.recipe import Recipe
+from dflash_core.records import DrafterCheckpoint, RunPointer, SourceFile, TrainingSet
+from dflash_core.storage.store import list_sources, open_stores
+
+SOURCES_CURRENT = dg.AssetCheckKey(dg.AssetKey("training_set"), "sources_current")
+TRAINED_ON_CURRENT = dg.AssetCheckKey(dg.AssetKey("drafter_checkpoint"), "trained_on_current_shards")
+
+
+@dg.asset_check(
+    asset=SOURCES_CURRENT.asset_key, name=SOURCES_CURRENT.name, description="Its source files are as they were frozen."
+)
+def sources_current(recipe: RecipeResource) -> dg.AssetCheckResult:
+    """The training set against the bucket."""
+    return _result(recipe.load(), SOURCES_CURRENT)
+
+
+@dg.asset_check(
+    asset=TRAINED_ON_CURRENT.asset_key,
+    name=TRAINED_ON_CURRENT.name,
+    description="The source files it learned from are as they were then.",
+)
+def trained_on_current_shards(recipe: RecipeResource) -> dg.AssetCheckResult:
+    """The drafter's training set against the bucket."""
+    return _result(recipe.load(), TRAINED_ON_CURRENT)
+
+
+@dg.asset_check(asset=QUARANTINE.asset_key, name=QUARANTINE.name, description="No file has failed for good.")
+def nothing_quarantined(context: dg.AssetCheckExecutionContext, recipe: RecipeResource) -> dg.AssetCheckResult:
+    """The files that are tried no more, with their reasons."""
+    settings = recipe.load()
+    try:
+        etags = {source.partition: source.etag for source in list_sources(open_stores(settings).source)}
+    except UserError as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
+    found = quarantine_verdict(failed_files(context.instance, etags, settings.automation.max_attempts))
+    return dg.AssetCheckResult(
+        passed=found.passed, severity=found.severity, description=found.description, metadata=found.metadata
+    )
+
+
+def drift_evaluation(recipe: Recipe, sources: Sequence[SourceFile]) -> list[dg.AssetCheckEvaluation]:
+    """Both verdicts for a listing, as events that belong to no run; none for what does not exist yet.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    found = []
+    for key in (SOURCES_CURRENT, TRAINED_ON_CURRENT):
+        frozen = _frozen(recipe, key)
+        if frozen is not None:
+            drift = drift_of(frozen, sources)
+            found.append(
+                dg.AssetCheckEvaluation(
+                    asset_key=key.asset_key,
+                    check_name=key.name,
+                    passed=not drift.stale,
+                    severity=dg.AssetCheckSeverity.WARN,
+                    description=str(drift),
+                    metadata=_metadata(frozen, drift),
+                )
+            )
+    return found
+
+
+def _result(recipe: Recipe, key: dg.AssetCheckKey) -> dg.AssetCheckResult:
+    try:
+        frozen = _frozen(recipe, key)
+        if frozen is None:
+            return dg.AssetCheckResult(passed=True, description="nothing of that kind yet")
+        drift = drift_of(frozen, list_sources(open_stores(recipe).source))
+    except UserError as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
+    return dg.AssetCheckResult(
+        passed=not drift.stale,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=str(drift),
+        metadata=_metadata(frozen, drift),
+    )
+
+
+def _frozen(recipe: Recipe, key: dg.AssetCheckKey) -> TrainingSet | None:
+    """The training set that the check is about: the latest, or the latest drafter's."""
+    derived = open_stores(recipe).derived
+    try:
+        if key == SOURCES_CURRENT:
+            derived.get("training_set/latest.json")
+            return load_training_set(recipe)
+        run = derived.get_record("drafter_checkpoint/latest.json", RunPointer).run
+        checkpoint = derived.get_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
+        return load_training_set(recipe, checkpoint.training_set)
+    except ObjectMissing:
+        return None
+
+
+def _metadata(frozen: TrainingSet, drift: Drift) -> dict[str, str | int | dg.MetadataValue]:
+    return {
+        "training set": frozen.hash,
+        "files changed": len(drift.changed),
+        "files vanished": len(drift.vanished),
+        "files new": len(drift.new),
+        "changed": bullets(drift.changed),
+        "vanished": bullets(drift.vanished),
+    }

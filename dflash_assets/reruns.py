@@ -1,0 +1,117 @@
+"""What the clock starts: failed files again, and every night the whole lineage.
+
+The night's stages follow each other by what has become of the runs before them, whatever that is: a bad file leaves the
+night with one file less, and the gate decides whether that is enough. (Automation conditions were the alternative: they
+have no cap on tries, and a condition that waits for all partitions waits for ever where one stays bad.)
+"""
+
+import dagster as dg
+
+from dflash_assets.automation import completion_files_job
+from dflash_assets.drafter_checkpoint import drafter_checkpoint
+from dflash_assets.drafter_eval import drafter_eval
+from dflash_assets.drafter_export import drafter_export
+from dflash_assets.partitions import range_request, ranges_of, sync_partitions
+from dflash_assets.quarantine import failed_files, note_try, quarantine_verdict
+from dflash_assets.resources import RecipeResource
+from dflash_assets.training_set import training_set
+from dflash_core.errors import UserError
+from dflash_core.quality.drift import without_shard
+from dflash_core.quality.training_set import load_training_set
+from dflash_core.recipe import Automation, Recipe
+from dflash_core.tokenization.fingerprint import fingerprint
+
+NIGHT = "dflash/night"
+RERUNS_PER_TICK = 50
+RUNS_PER_NIGHT = 500
+
+training_set_job = dg.define_asset_job(
+    "training_set_job", selection=dg.AssetSelection.assets(training_set), description="Freeze and judge."
+)
+drafter_job = dg.define_asset_job(
+    "drafter_job",
+    selection=dg.AssetSelection.assets(drafter_checkpoint, drafter_eval, drafter_export),
+    description="Train, evaluate and export, in one run that holds the GPU.",
+)
+
+
+def schedules(automation: Automation) -> list[dg.ScheduleDefinition]:
+    """Both, at the times that the recipe gives."""
+
+    @dg.schedule(job=completion_files_job, cron_schedule=automation.rerun_cron, execution_timezone=automation.timezone)
+    def rerun_failed_files(
+        context: dg.ScheduleEvaluationContext, recipe: RecipeResource
+    ) -> list[dg.RunRequest] | dg.SkipReason:
+        """Failed files again, at most `automation.max_attempts` tries of one version; then they are quarantined."""
+        try:
+            return _reruns(context.instance, recipe.load()) or dg.SkipReason("no failed file is due")
+        except (UserError, dg.Failure) as error:
+            return dg.SkipReason(str(error))
+
+    @dg.schedule(
+        job=completion_files_job, cron_schedule=automation.nightly_cron, execution_timezone=automation.timezone
+    )
+    def nightly_lineage(
+        context: dg.ScheduleEvaluationContext, recipe: RecipeResource
+    ) -> list[dg.RunRequest] | dg.SkipReason:
+        """Every file without a valid shard; `nightly_stages` then goes on to training set, drafter and export."""
+        night = context.scheduled_execution_time.strftime("%Y-%m-%dT%H:%M")
+        try:
+            return _nightly(context.instance, recipe.load(), night)
+        except (UserError, dg.Failure) as error:
+            return dg.SkipReason(str(error))
+
+    return [rerun_failed_files, nightly_lineage]
+
+
+@dg.sensor(jobs=[training_set_job, drafter_job], minimum_interval_seconds=30)
+def nightly_stages(context: dg.SensorEvaluationContext, recipe: RecipeResource) -> dg.RunRequest | dg.SkipReason:
+    """After the night's file runs, good or bad, the training set; after a passed gate the drafter."""
+    latest = context.instance.get_runs(dg.RunsFilter(tags={"dagster/schedule_name": "nightly_lineage"}), limit=1)
+    if not latest:
+        return dg.SkipReason("no night yet")
+    night = latest[0].tags[NIGHT]
+    runs = context.instance.get_runs(dg.RunsFilter(tags={NIGHT: night}))
+    unfinished = [run for run in runs if not run.is_finished]
+    if unfinished:
+        return dg.SkipReason(f"night {night}: {len(unfinished)} runs to go")
+    done = {run.job_name: run for run in runs}
+    for job in (training_set_job.name, drafter_job.name):
+        if job not in done:
+            return dg.RunRequest(run_key=f"{night} {job}", job_name=job, tags={NIGHT: night})
+        if not done[job].is_success:
+            return dg.SkipReason(f"night {night}: {job} failed")
+        if job == training_set_job.name:
+            verdict = load_training_set(recipe.load()).verdict
+            if not verdict.passed:
+                return dg.SkipReason(f"night {night}: no training, the gate failed: {'; '.join(verdict.reasons)}")
+    return dg.SkipReason(f"night {night} is done")
+
+
+def _reruns(instance: dg.DagsterInstance, recipe: Recipe) -> list[dg.RunRequest]:
+    etags = {source.partition: source.etag for source in sync_partitions(instance, recipe).sources}
+    failed = failed_files(instance, etags, recipe.automation.max_attempts)
+    instance.report_runless_asset_event(quarantine_verdict(failed))
+    due = {file.partition: file for file in failed if not file.quarantined}
+    ranges = ranges_of(instance, due)[:RERUNS_PER_TICK]
+    for partition in (key for keys in ranges for key in keys):
+        note_try(instance, due[partition], etags[partition])
+    return [range_request(keys) for keys in ranges]
+
+
+def _nightly(instance: dg.DagsterInstance, recipe: Recipe, night: str) -> list[dg.RunRequest]:
+    """The night's file runs; where nothing is due one file that is skipped in milliseconds begins the night."""
+    sources = sync_partitions(instance, recipe).sources
+    if not sources:
+        raise UserError("there is no file of completions yet")
+    etags = {source.partition: source.etag for source in sources}
+    failed = {file.partition: file for file in failed_files(instance, etags, recipe.automation.max_attempts)}
+    due = [
+        partition
+        for partition in without_shard(recipe, fingerprint(recipe), sources)
+        if partition not in failed or not failed[partition].quarantined
+    ]
+    ranges = ranges_of(instance, due or [sources[0].partition])[:RUNS_PER_NIGHT]
+    for partition in (key for keys in ranges for key in keys if key in failed):
+        note_try(instance, failed[partition], etags[partition])
+    return [range_request(keys, f"{night} {keys[0]}", {NIGHT: night}) for keys in ranges]

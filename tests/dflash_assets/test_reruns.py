@@ -1,0 +1,184 @@
+"""Failed files are tried so often and no more, then listed until released; a night goes on whatever fails."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster_aws.s3 import S3Resource
+
+from dflash_assets.definitions import defs
+from dflash_assets.partitions import RANGE_START
+from dflash_assets.quarantine import FailedFile, failed_files, release
+from dflash_assets.reruns import NIGHT, nightly_stages, schedules
+from dflash_assets.resources import RecipeResource
+from dflash_core.quality.training_set import freeze_training_set
+from dflash_core.recipe import Automation, Recipe
+from dflash_core.records import SourceFile
+from dflash_core.storage.store import Store
+from dflash_core.tokenization.fingerprint import fingerprint
+
+Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
+Sync = Callable[[], tuple[SourceFile, ...]]
+Rows = Callable[..., bytes]
+Tick = Callable[[], list[dg.RunRequest]]
+MAX_TRIES = 3
+
+
+@pytest.fixture
+def tick(instance: dg.DagsterInstance, recipe_file: Path) -> Callable[[str], list[dg.RunRequest]]:
+    """What a schedule asks for."""
+    by_name = {schedule.name: schedule for schedule in schedules(Automation(max_attempts=MAX_TRIES))}
+
+    def evaluate(name: str) -> list[dg.RunRequest]:
+        context = dg.build_schedule_context(
+            instance,
+            datetime(2026, 1, 2, 2, tzinfo=UTC),
+            {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
+        )
+        asked = by_name[name](context)
+        return asked if isinstance(asked, list) else []
+
+    return evaluate
+
+
+@pytest.fixture
+def failed(instance: dg.DagsterInstance, sync: Sync) -> Callable[[], dict[str, FailedFile]]:
+    def look() -> dict[str, FailedFile]:
+        etags = {source.partition: source.etag for source in sync()}
+        return {file.partition: file for file in failed_files(instance, etags, MAX_TRIES)}
+
+    return look
+
+
+def test_a_failed_file_is_tried_three_times_then_quarantined_until_released_or_replaced(
+    instance: dg.DagsterInstance,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+    tick: Callable[[str], list[dg.RunRequest]],
+    failed: Callable[[], dict[str, FailedFile]],
+) -> None:
+    source.put("good.jsonl", rows(4, "good"))
+    source.put("bad.jsonl", b"not json\n")
+    sync()
+    assert not materialize(["bad", "good"]).success
+    assert list(failed()) == ["bad"]
+    assert "invalid JSON" in failed()["bad"].reason
+    for tries in (2, 3):
+        (request,) = tick("rerun_failed_files")
+        assert request.tags[RANGE_START] == "bad"
+        assert not materialize(["bad"]).success
+        assert failed()["bad"].tries == tries
+    assert failed()["bad"].quarantined
+    assert tick("rerun_failed_files") == []
+    latest = instance.event_log_storage.get_latest_asset_check_execution_by_key(
+        [dg.AssetCheckKey(dg.AssetKey("raw_completions"), "nothing_quarantined")]
+    )
+    assert [execution.status.value for execution in latest.values()] == ["FAILED"]
+
+    release(instance, "bad")
+    assert failed()["bad"].tries == 0
+    for _ in range(MAX_TRIES):
+        assert len(tick("rerun_failed_files")) == 1
+        assert not materialize(["bad"]).success
+    assert failed()["bad"].quarantined
+
+    source.put("bad.jsonl", b"still not json\n")
+    assert not failed()["bad"].quarantined, "another version of the file has tries of its own"
+    source.put("bad.jsonl", rows(4, "repaired"))
+    assert len(tick("rerun_failed_files")) == 1
+    assert materialize(["bad"]).success
+    assert failed() == {}
+
+
+def test_a_file_that_kills_its_run_is_counted_too(
+    instance: dg.DagsterInstance,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+    recipe_file: Path,
+    tick: Callable[[str], list[dg.RunRequest]],
+    failed: Callable[[], dict[str, FailedFile]],
+) -> None:
+    source.put("a.jsonl", rows(4, "a"))
+    sync()
+    right = recipe_file.read_text()
+    for _ in range(MAX_TRIES - 1):
+        recipe_file.write_text(right.replace("demo/target", "demo/nothing"))  # no word about the file itself
+        assert not materialize(["a"]).success
+        recipe_file.write_text(right)
+        assert len(tick("rerun_failed_files")) == 1
+    recipe_file.write_text(right.replace("demo/target", "demo/nothing"))
+    assert not materialize(["a"]).success
+    recipe_file.write_text(right)
+    assert failed()["a"].quarantined
+    assert "died" in failed()["a"].reason
+
+
+def test_a_vanished_file_is_not_tried_again(
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+    tick: Callable[[str], list[dg.RunRequest]],
+    failed: Callable[[], dict[str, FailedFile]],
+) -> None:
+    for name in ("a", "b"):
+        source.put(f"{name}.jsonl", rows(4, name))
+    sync()
+    source.client.delete_object(Bucket=source.bucket, Key=source.prefix + "b.jsonl")
+    assert not materialize(["a", "b"]).success
+    assert failed()["b"].quarantined
+    assert tick("rerun_failed_files") == []
+
+
+def test_the_night_goes_from_files_to_training_set_to_drafter(
+    instance: dg.DagsterInstance,
+    recipe: Recipe,
+    recipe_file: Path,
+    source: Store,
+    materialize: Materialize,
+    rows: Rows,
+    tick: Callable[[str], list[dg.RunRequest]],
+) -> None:
+    def stage() -> dg.RunRequest | dg.SkipReason:
+        context = dg.build_sensor_context(instance)
+        answer = nightly_stages(context, recipe=RecipeResource(path=str(recipe_file), s3=S3Resource()))
+        assert isinstance(answer, dg.RunRequest | dg.SkipReason)
+        return answer
+
+    def run(job: str, status: dg.DagsterRunStatus, tags: dict[str, str]) -> None:
+        definition = defs.resolve_job_def(job)
+        instance.create_run_for_job(definition, status=status, tags=tags)
+
+    for number in range(20):
+        source.put(f"part-{number:02d}.jsonl", rows(12, f"part-{number:02d}"))
+    source.put("part-20.jsonl.gz", b"\x1f\x8b broken")
+    assert isinstance(stage(), dg.SkipReason)
+    (request,) = tick("nightly_lineage")
+    night = {"dagster/schedule_name": "nightly_lineage", **request.tags}
+    assert not materialize([f"part-{number:02d}" for number in range(20)] + ["part-20.jsonl.gz"]).success
+    run("completion_files_job", dg.DagsterRunStatus.STARTED, night)
+    waiting = stage()
+    assert isinstance(waiting, dg.SkipReason)
+    assert "1 runs to go" in (waiting.skip_message or "")
+    instance.report_run_failed(instance.get_runs(dg.RunsFilter(job_name="completion_files_job"))[0])
+
+    frozen = stage()
+    assert isinstance(frozen, dg.RunRequest)
+    assert (frozen.job_name, frozen.tags[NIGHT]) == ("training_set_job", request.tags[NIGHT])
+    assert freeze_training_set(recipe, fingerprint(recipe)).verdict.passed, "20 of 21 files are enough"
+    run("training_set_job", dg.DagsterRunStatus.SUCCESS, frozen.tags)
+
+    trained = stage()
+    assert isinstance(trained, dg.RunRequest)
+    assert trained.job_name == "drafter_job"
+    run("drafter_job", dg.DagsterRunStatus.SUCCESS, trained.tags)
+    assert isinstance(stage(), dg.SkipReason)
+
+    (again,) = tick("nightly_lineage")
+    assert again.tags[RANGE_START] == "part-20.jsonl.gz", "only what has no shard"
