@@ -74,7 +74,8 @@ def tell(
             dagster_run=result.dagster_run,
             resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
         )
-        tell_of_failed_runs(context.for_run_failure())
+        with context.for_run_failure() as failure:
+            tell_of_failed_runs(failure)
 
     return run
 

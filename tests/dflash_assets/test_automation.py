@@ -8,6 +8,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster_aws.s3 import S3Resource
 
 from dflash_assets.automation import ASKED_FOR, RUNS_PER_TICK, new_completion_files
 from dflash_assets.partitions import FILES_PER_RUN, NAME, RANGE_END, RANGE_START
@@ -33,8 +34,9 @@ class Sensor:
     last: dg.SensorResult | None = None
 
     def evaluate(self) -> list[dg.RunRequest]:
-        context = dg.build_sensor_context(instance=self.instance, cursor=self.cursor)
-        result = new_completion_files(context, recipe=RecipeResource(path=str(self.recipe_file), s3=S3Resource()))
+        recipe = RecipeResource(path=str(self.recipe_file), s3=S3Resource())
+        with dg.build_sensor_context(self.instance, self.cursor, resources={"recipe": recipe}) as context:
+            result = new_completion_files(context)
         assert isinstance(result, dg.SensorResult)
         self.last = result
         return list(result.run_requests or [])

@@ -32,12 +32,9 @@ def tick(instance: dg.DagsterInstance, recipe_file: Path) -> Callable[[str], lis
     by_name = {schedule.name: schedule for schedule in schedules(Automation(max_attempts=MAX_TRIES))}
 
     def evaluate(name: str) -> list[dg.RunRequest]:
-        context = dg.build_schedule_context(
-            instance,
-            datetime(2026, 1, 2, 2, tzinfo=UTC),
-            {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
-        )
-        asked = by_name[name](context)
+        resources = {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
+        with dg.build_schedule_context(instance, datetime(2026, 1, 2, 2, tzinfo=UTC), resources) as context:
+            asked = by_name[name](context)
         return asked if isinstance(asked, list) else []
 
     return evaluate
@@ -146,8 +143,9 @@ def test_the_night_goes_from_files_to_training_set_to_drafter(
     tick: Callable[[str], list[dg.RunRequest]],
 ) -> None:
     def stage() -> dg.RunRequest | dg.SkipReason:
-        context = dg.build_sensor_context(instance)
-        answer = nightly_stages(context, recipe=RecipeResource(path=str(recipe_file), s3=S3Resource()))
+        resources = {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
+        with dg.build_sensor_context(instance, resources=resources) as context:
+            answer = nightly_stages(context)
         assert isinstance(answer, dg.RunRequest | dg.SkipReason)
         return answer
 
