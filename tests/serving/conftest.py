@@ -13,7 +13,6 @@ from dflash_core.evaluation.vllm_server import DEFAULTS, VllmOptions, vllm_serve
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_TARGET = REPOSITORY / "demo" / "target"
 
-DEFAULTS = VllmOptions()
 Serve = Callable[..., AbstractContextManager[Server]]
 
 
