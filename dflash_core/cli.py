@@ -78,7 +78,7 @@ def generate(
             if isinstance(outcome, FileGenerated):
                 made.append(outcome)
             else:
-                errors.print(f"failed: {outcome.source.uri}: {outcome.reason}", style="red")
+                _print_failed(outcome.source.uri, outcome.reason)
     manifests = [outcome.manifest for outcome in made]
     lines, written = sum(m.lines for m in manifests), sum(m.written for m in manifests)
     tokens = sum(m.completion_tokens for m in manifests)
@@ -102,7 +102,7 @@ def verify(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT
             advance(done, len(sources))
             if isinstance(outcome, FileFailed):
                 failed += 1
-                errors.print(f"failed: {outcome.source.uri}: {outcome.reason}", style="red")
+                _print_failed(outcome.source.uri, outcome.reason)
             else:
                 rows += outcome.rows_read
                 rejected += len(outcome.rejects)
@@ -137,7 +137,7 @@ def tokenize(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAU
                 )
             else:
                 failed += 1
-                errors.print(f"failed: {outcome.source.uri}: {outcome.reason}", style="red")
+                _print_failed(outcome.source.uri, outcome.reason)
     print(
         f"{totals['files']} of {len(sources)} files, {totals['skipped']} of them still valid: "
         f"{totals['read']:,} rows read, {totals['kept']:,} kept, {totals['rejected']:,} rejected, "
@@ -289,6 +289,10 @@ def _answering(result: Path | None) -> Iterator[Callable[[Record], None]]:
     except UserError as error:
         answer(CommandFailure(error=str(error)))
         raise
+
+
+def _print_failed(uri: str, reason: str) -> None:
+    errors.print(f"failed: {reason if uri in reason else f'{uri}: {reason}'}", style="red")
 
 
 @contextmanager

@@ -43,12 +43,12 @@ def source(bucket: str) -> Store:
     return Store(make_client(Storage(bucket=bucket)), bucket, "in/")
 
 
-def completions(count: int) -> bytes:
+def completions(count: int, name: str = "") -> bytes:
     rows = [
         {
-            "id": str(number),
+            "id": f"{name}{number}",
             "messages": [
-                {"role": "user", "content": f"How many pears are in {number} boxes?"},
+                {"role": "user", "content": f"How many pears are in {name}{number} boxes?"},
                 {"role": "assistant", "content": f"There are {number} boxes, so I count. " * (1 + number % 5)},
             ],
             "finish_reason": "stop",
@@ -82,6 +82,40 @@ def test_verify_tokenize_freeze(recipe: Path, source: Store) -> None:
     assert "gate: fail" in frozen.stdout
     assert frozen.returncode == 1
     assert "repeat the text of another row" in frozen.stderr
+
+
+def test_the_data_half_runs_where_torch_cannot_be_imported(recipe: Path, source: Store, tmp_path: Path) -> None:
+    """In the worker processes, too, whose path is the caller's."""
+    for name in ("torch", "transformers", "dagster"):
+        (tmp_path / "without" / name).mkdir(parents=True)
+        (tmp_path / "without" / name / "__init__.py").write_text(f"raise ImportError('no {name} here')")
+    recipe.write_text(recipe.read_text().replace("workers = 1", "workers = 2"))
+    for name in ("a", "b", "c"):
+        source.put(f"{name}.jsonl", completions(5, name))
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "dflash_core.cli", *arguments, "--recipe", str(recipe)]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "without")}
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    assert "3 of 3 files read, 15 rows, 0 rejected" in run("verify").stdout
+    tokenized = run("tokenize")
+    assert "3 of 3 files, 0 of them still valid: 15 rows read, 15 kept" in tokenized.stdout, tokenized.stderr
+    assert "training set" in run("freeze").stdout
+    assert "How many pears" in run("inspect", "a:2").stdout
+    train = run("train")
+    assert train.returncode
+    assert "no torch here" in train.stderr
+
+
+def test_a_failed_file_is_named_once(recipe: Path, source: Store) -> None:
+    source.put("a.jsonl", completions(5))
+    source.put("cut.jsonl.gz", b"\x1f\x8b\x08")
+    failed = dflash("tokenize", "--recipe", str(recipe))
+    assert failed.returncode == 1
+    assert failed.stderr.count("cut.jsonl.gz") == 1
 
 
 @pytest.mark.parametrize(
