@@ -1,8 +1,9 @@
-"""The demo's completions: eight files that the demo target answered itself, one of them bad, one with a broken line."""
+"""The demo's completions: eight files that the demo target answered itself, a small bad one, one with a broken line."""
 
 import hashlib
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from demo.word_problems import word_problems
 from dflash_core.storage.transfers import sha256_file
 
 FILES = 8
-ROWS = 250
+ROWS = 281
 BAD_FILE = "part-03"
+BAD_ROWS = 33
+"""So few that a target served on one core answers them anew in well under a minute."""
 BAD_SHARE = 0.87
 BROKEN_LINE_FILE = "part-05"
 SEED = 7
@@ -29,21 +32,38 @@ def completion_files(target: Path, folder: Path, on_progress: Callable[[int, int
     names = [f"part-{index:02d}" for index in range(FILES)]
     paths = {name: folder / f"{name}.jsonl" for name in names}
     if all(path.exists() for path in paths.values()):
-        on_progress(FILES * ROWS, FILES * ROWS)
+        on_progress(FILES, FILES)
         return paths
     from demo.sample import sample_completions  # torch is paid for only when something has to be sampled
 
     folder.mkdir(parents=True, exist_ok=True)
-    questions = [(problem.id, problem.question) for problem in word_problems(FILES * ROWS, SEED, "train")]
-    rows = sample_completions(target, questions, TEMPERATURE, MAX_NEW_TOKENS, SEED, on_progress=on_progress)
-    for index, name in enumerate(names):
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows[index * ROWS : (index + 1) * ROWS]]
+    questions = _questions()
+    asked = [question for name in names for question in questions[name]]
+    rows = iter(sample_completions(target, asked, TEMPERATURE, MAX_NEW_TOKENS, SEED, on_progress=on_progress))
+    for name in names:
+        lines = [json.dumps(row, ensure_ascii=False) for row in islice(rows, len(questions[name]))]
         if name == BROKEN_LINE_FILE:
             lines[ROWS // 2] = lines[ROWS // 2][: len(lines[ROWS // 2]) // 2]
         aside = paths[name].with_suffix(".part")
         aside.write_text("\n".join(lines) + "\n", encoding="utf8")
         aside.rename(paths[name])
     return paths
+
+
+def prompts_of_bad_file() -> bytes:
+    """What the bad file was asked, as a file of prompts."""
+    rows = [{"id": row_id, "prompt": question} for row_id, question in _questions()[BAD_FILE]]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def _questions() -> dict[str, list[tuple[str, str]]]:
+    """File -> its questions as (id, text)."""
+    names = [f"part-{index:02d}" for index in range(FILES)]
+    counts = {name: BAD_ROWS if name == BAD_FILE else ROWS for name in names}
+    problems = iter(word_problems(sum(counts.values()), SEED, "train"))
+    return {
+        name: [(problem.id, problem.question) for problem in islice(problems, count)] for name, count in counts.items()
+    }
 
 
 def _origin(target: Path) -> str:

@@ -1,11 +1,15 @@
 """One numbered line a step, with a progress bar while it runs."""
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dflash_core.recipe import Recipe
 
 Move = Callable[[int, int], None]
 """Moves the bar to (done, total)."""
@@ -35,3 +39,21 @@ class Narrator:
 
 def _move(progress: Progress, task: TaskID, done: int, total: int) -> None:
     progress.update(task, completed=done, total=total)
+
+
+@dataclass
+class StepWatch:
+    """Moves the bar by the metrics that the trainer writes locally."""
+
+    recipe: Recipe
+    move: Move
+    started: float = field(default_factory=time.time)
+
+    def look(self) -> None:
+        """Read the last line of the newest metrics file of this training."""
+        runs = self.recipe.storage.work_dir / "drafter_checkpoint"
+        files = [f for f in runs.glob("*/metrics.jsonl") if f.stat().st_mtime >= self.started]
+        lines = [line for file in files for line in file.read_text().splitlines()[-1:]]
+        for line in lines:
+            step: dict[str, Any] = json.loads(line)
+            self.move(step["step"], step["steps"])
