@@ -70,6 +70,10 @@ def generate(
 
     settings = with_servers(open_recipe(recipe), server or ())
     sources = _chosen(list_prompts(settings), partitions, "prompts")
+    if not sources:
+        raise UserError(
+            "generation.prompts holds no file of prompts (*.jsonl, *.jsonl.gz, *.jsonl.zst); put some there"
+        )
     key, encoder = api_key(settings, os.environ), PromptEncoder(settings)
     made: list[FileGenerated] = []
     with _generation_bar() as show:

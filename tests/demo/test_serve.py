@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from demo.files import prompts_of_bad_file
 from demo.serve import serving
 from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files, list_prompts
 from dflash_core.completions.generation.wire import ServerRefuses
-from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.recipe import Recipe
 from dflash_core.storage.store import open_stores
 from dflash_core.tokenization.served import PromptEncoder
+from tests.served_recipe import TARGET, put_prompts, served_recipe
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(300)]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-TARGET = REPOSITORY / "demo/target"
 PROMPTS = 6
 
 
@@ -29,29 +27,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def recipe(bucket: str, tmp_path: Path, url: str) -> Recipe:
-    """The demo's, on a bucket of its own."""
-    demo = load_recipe(REPOSITORY / "recipes/demo.toml")
-    assert demo.generation is not None
-    prompts = demo.generation.prompts.model_copy(update={"bucket": bucket})
-    section = {"servers": (url,), "model": str(TARGET), "prompts": prompts}
-    return demo.model_copy(
-        update={
-            "source": demo.source.model_copy(update={"bucket": bucket}),
-            "storage": demo.storage.model_copy(update={"bucket": bucket, "work_dir": tmp_path, "embedded_store": None}),
-            "target": demo.target.model_copy(update={"path": TARGET}),
-            "generation": demo.generation.model_copy(update=section),
-        }
-    )
-
-
-def put_prompts(recipe: Recipe) -> None:
-    prompts = open_stores(recipe).prompts
-    assert prompts is not None
-    prompts.put("part-03.jsonl", b"".join(prompts_of_bad_file().splitlines(keepends=True)[:PROMPTS]))
+    made = served_recipe(url, str(TARGET), bucket, tmp_path)
+    put_prompts(made, PROMPTS)
+    return made
 
 
 def test_the_target_answers_its_prompts(recipe: Recipe) -> None:
-    put_prompts(recipe)
     notes: list[str] = []
     watch = Watch(on_note=notes.append)
     (outcome,) = generate_files(recipe, list_prompts(recipe), PromptEncoder(recipe), watch=watch)
@@ -69,7 +50,6 @@ def test_the_target_answers_its_prompts(recipe: Recipe) -> None:
 
 def test_another_template_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     """What the 87 % came from: the server renders prompts in another way."""
-    put_prompts(recipe)
     template = tmp_path / "other.jinja"
     template.write_text("You are helpful. " + (TARGET / "chat_template.jinja").read_text())
     tokenization = recipe.tokenization.model_copy(update={"chat_template": template})

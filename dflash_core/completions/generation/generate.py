@@ -188,8 +188,15 @@ class _Generation:
                     task.cancel()
         finally:
             for work in self._open:
-                work.ledger.commit()
+                self._commit_last(work)
             await self._servers.close()
+
+    def _commit_last(self, work: FileWork) -> None:
+        """What was answered when everything stopped."""
+        try:
+            work.ledger.commit()
+        except StorageError as error:
+            self.watch.on_note(f"answers to {work.source.uri} are lost: {error}")
 
     async def _all_files(self, sources: Sequence[SourceFile], group: asyncio.TaskGroup) -> None:
         """Send every file's prompts, one file after the other, each opened while its predecessor's are being sent."""
@@ -235,9 +242,7 @@ class _Generation:
             if not reason:
                 manifest = await asyncio.to_thread(work.finish)
                 self._outcomes.put_nowait(FileGenerated(manifest, skipped=False))
-        except StorageError as error:
-            reason = str(error)
-        except UnreadableFile as error:
+        except (StorageError, UnreadableFile) as error:
             reason = str(error)
         finally:
             sent.set()
@@ -248,15 +253,13 @@ class _Generation:
 
     async def _send(self, work: FileWork, requests: asyncio.TaskGroup, sent: asyncio.Event) -> None:
         """Send all prompts of a file that are not settled, as slots become free."""
-        share = work.source.size / work.lines
-        self._meter.known_bytes += work.source.size
         for prompt, request in work.pending():
             await self._check_servers(prompt)
             await self._slots.acquire()
-            self._meter.known_bytes -= share
             task = requests.create_task(self._settle(work, prompt, request))
             task.add_done_callback(lambda _: self._slots.release())
-        self._meter.settled += work.settled
+        self._meter.settled += work.known
+        self._meter.known_bytes += work.known * work.bytes_a_line
         sent.set()
 
     async def _settle(self, work: FileWork, prompt: Prompt, request: Request | None) -> None:
@@ -274,7 +277,7 @@ class _Generation:
                 self._commit_now.set()
             verdict = outcome_of(answer)
             outcome, request = verdict, self.plan.next(prompt, request, verdict)
-        self._meter.asked_bytes += work.source.size / work.lines
+        self._meter.asked_bytes += work.bytes_a_line
         self._meter.settled += 1
         self._meter.outcomes[outcome] += 1
         work.settle(outcome)

@@ -61,6 +61,8 @@ class FileWork:
     ledger: Ledger
     no_answers: dict[int, NoAnswer] = field(default_factory=dict)
     """By line."""
+    known: int = 0
+    """Lines that need no request: rejected ones, and prompts that earlier runs settled."""
     settled: int = 0
     bad: Counter[str] = field(default_factory=Counter)
     """Outcome -> settled prompts with a bad one."""
@@ -71,12 +73,19 @@ class FileWork:
         """Every prompt that is not settled yet, with what is to be asked next."""
         for prompt in self.prompts:
             if isinstance(prompt, Reject):
+                self.known += 1
                 continue
             request, outcome = self._chain(prompt)
             if outcome is None:
                 yield prompt, request
             else:
+                self.known += 1
                 self.settle(outcome)
+
+    @property
+    def bytes_a_line(self) -> float:
+        """What one line of the prompts weighs in progress."""
+        return self.source.size / self.lines
 
     @property
     def is_answered(self) -> bool:

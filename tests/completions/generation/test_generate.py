@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from dflash_core.completions.generation.generate import FileGenerated, FileNotGenerated, FileOutcome
+from dflash_core.completions.generation.generate import FileGenerated, FileNotGenerated, FileOutcome, Watch
+from dflash_core.completions.generation.progress import Progress
+from dflash_core.completions.generation.servers import ServersGone
 from dflash_core.completions.reading import CompletionFile
 from dflash_core.completions.record import Completion
 from dflash_core.recipe import Recipe
@@ -190,6 +192,34 @@ def test_a_foreign_file_is_left_alone(
     assert stores.source.get("a.jsonl").body == b"precious\n"
     made(generate(recipe_on(server, overwrite=True)))
     assert len(rows_of(stores, "a")) == 1
+
+
+def test_servers_that_are_gone_end_it_with_what_was_answered_kept(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate, stores: Stores
+) -> None:
+    prompts("a", [f"Question {i}{' [always:reset]' if i > 20 else ''}" for i in range(60)])
+    server = serve()
+    with pytest.raises(ServersGone, match="no server has answered for"):
+        generate(recipe_on(server, patience_s=0.2, attempts=100, concurrency=4))
+    keys = [key for key, _, _ in stores.derived.list("generated_completions/a/")]
+    assert sum(len(stores.derived.get(key).body.splitlines()) for key in keys) == 21
+
+
+def test_progress_tells_tokens_slots_time_and_cost(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
+) -> None:
+    prompts("a", [f"Question {i}" for i in range(40)])
+    seen: list[Progress] = []
+    recipe = recipe_on(serve(delay_s=0.1), concurrency=4, price_completion_tokens=1e6, price_prompt_tokens=1e6)
+    (manifest,) = made(generate(recipe, watch=Watch(on_progress=seen.append)))
+    middle = next(progress for progress in seen if progress.share > 0.4)
+    assert 0 < middle.in_flight <= 4
+    assert middle.tokens_per_s > 0
+    assert middle.eta_s
+    assert middle.cost_estimate == pytest.approx(manifest.prompt_tokens + manifest.completion_tokens, rel=0.3)
+    assert "in flight" in middle.text()
+    assert "cost" in middle.text()
+    assert [progress.share for progress in seen] == sorted(progress.share for progress in seen)
 
 
 def test_two_servers_share_the_work(serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate) -> None:
