@@ -2,7 +2,7 @@
 
 The answer is a function of the prompt's text, and so is the mischief: `[once:X]` in it spoils the first answer to this
 text, `[always:X]` every one, with X one of 429, 500, 503, 400, 302, 401, reset, half, text, list, stall, nochoice;
-`[say:X]` makes the answer itself bad: length, thought, empty, loop, filter. Its "tokens" are characters.
+`[say:X]` makes the answer itself bad: length, thought, empty, loop, filter, call. Its "tokens" are characters.
 """
 
 import argparse
@@ -150,7 +150,12 @@ class ChatServer:
             answer = "and so on " * 100
         elif kind == "filter":
             finish = "content_filter"
-        message = {"role": "assistant", "content": answer, self.behaviour.reasoning_field: thought}
+        message: dict[str, object] = {"role": "assistant", "content": answer}
+        message[self.behaviour.reasoning_field] = thought
+        if kind == "call":
+            function = {"name": "add", "arguments": '{"a": 1}'}
+            message |= {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+            finish = "tool_calls"
         choice: dict[str, object] = {"index": 0, "message": message, "finish_reason": finish}
         tokens = self.behaviour.count_tokens(text) + self.behaviour.extra_tokens
         result: dict[str, object] = {"model": self.behaviour.model, "choices": [choice]}

@@ -75,6 +75,50 @@ def test_a_row_tells_all_that_it_came_from(
     assert (row["prompt_file"], row["prompt_line"]) == ("prompts/a.jsonl", 1)
 
 
+def test_tools_are_passed_through_and_calls_come_back(
+    serve: Serve, recipe_on: MakeRecipe, generate: Generate, stores: Stores
+) -> None:
+    """A prompt with a tool's result in it, and an answer that calls a tool."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": {"a": 0}}}
+    messages = [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "", "reasoning": "I call.", "tool_calls": [call]},
+        {"role": "tool", "content": "0 [say:call]", "tool_call_id": "c0"},
+    ]
+    assert stores.prompts is not None
+    stores.prompts.put("a.jsonl", json.dumps({"messages": messages, "tools": tools}).encode())
+    server = serve()
+    made(generate(recipe_on(server)))
+    body = server.seen.bodies[-1]
+    assert body["tools"] == tools
+    sent = body["messages"]
+    assert isinstance(sent, list)
+    assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 0}'
+    assert (sent[1]["reasoning_content"], sent[2]["tool_call_id"]) == ("I call.", "c0")
+    (completion,) = CompletionFile(stores.source.get("a.jsonl").body, "a")
+    assert isinstance(completion, Completion)
+    assert completion.finish_reason == "tool_calls"
+    assert completion.tools == tuple(tools)
+    assert completion.messages[-1].tool_calls[0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+def test_prompts_that_end_with_an_answer(
+    serve: Serve, recipe_on: MakeRecipe, generate: Generate, stores: Stores
+) -> None:
+    """Rejected, unless the recipe says that the answers shall be made anew."""
+    messages = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "OK."}]
+    lines = [{"messages": messages}, {"prompt": "Two?"}, {"messages": []}, {"messages": messages[1:]}]
+    assert stores.prompts is not None
+    stores.prompts.put("a.jsonl", "\n".join(map(json.dumps, lines)).encode())
+    server = serve()
+    (manifest,) = made(generate(recipe_on(server)))
+    assert manifest.dropped == {"prompt with an answer": 2, "empty conversation": 1}
+    (manifest,) = made(generate(recipe_on(server, answers_in_prompts="replace")))
+    assert manifest.dropped == {"empty conversation": 1, "no prompt": 1}
+    assert [row["messages"][-1]["content"] for row in rows_of(stores, "a")] == [answer_to("One?"), answer_to("Two?")]
+
+
 MISCHIEF = ("429", "500", "503", "reset", "half", "text", "list", "nochoice", "stall")
 
 
@@ -179,6 +223,16 @@ def test_a_changed_request_is_a_new_key(
     server = serve(model=change.get("model", "tiny"))
     (manifest,) = made(generate(recipe_on(server, **change)))
     assert manifest.asked == 2
+
+
+def test_a_changed_policy_asks_nothing(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
+) -> None:
+    prompts("a", ["One", "Two", "[say:length]"])
+    server = serve()
+    (kept,) = made(generate(recipe_on(server)))
+    (dropped,) = made(generate(recipe_on(server, outcomes={"truncated": "drop"})))
+    assert (kept.written, dropped.written, dropped.asked) == (3, 2, 0)
 
 
 def test_a_foreign_file_is_left_alone(
