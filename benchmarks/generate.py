@@ -31,7 +31,8 @@ from typing import Any
 
 import psutil
 
-from dflash_core.completions.generation.generate import FileGenerated, generate_files, list_prompts
+from dflash_core.completions.generation.generate import FileGenerated, generate_files
+from dflash_core.completions.generation.inputs import list_prompts
 from dflash_core.completions.generation.prompts import Prompt
 from dflash_core.recipe import Recipe
 from dflash_core.storage.embedded import embedded_store, ensure_bucket

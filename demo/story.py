@@ -22,7 +22,7 @@ from demo.serve import serving
 from dflash_assets.dev import dagster_ui, local_instance
 from dflash_assets.graphql import Dagster, RunEnd
 from dflash_assets.partitions import sync_partitions
-from dflash_core.completions.generation.generate import find_generated, list_prompts
+from dflash_core.completions.generation.inputs import find_generated, list_prompts
 from dflash_core.errors import UserError
 from dflash_core.quality.training_set import load_training_set
 from dflash_core.recipe import Recipe, load_recipe

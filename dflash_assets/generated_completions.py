@@ -76,13 +76,9 @@ def _generate(
 ) -> Iterator[Event]:
     if not prompts:
         return
-    from dflash_core.completions.generation.generate import (  # the client is paid for only where prompts are
-        FileGenerated,
-        Watch,
-        api_key,
-        generate_files,
-        with_servers,
-    )
+    # The client is paid for only where there are prompts.
+    from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files
+    from dflash_core.completions.generation.inputs import api_key, with_servers
     from dflash_core.tokenization.served import PromptEncoder
 
     settings = with_servers(settings, config.servers or ())

@@ -13,9 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -24,7 +23,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
-    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -33,9 +31,6 @@ from rich.table import Table
 from dflash_core.errors import UserError
 from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import CommandFailure, Record, ServeCheck, SourceFile
-
-if TYPE_CHECKING:
-    from dflash_core.completions.generation.progress import Progress as GenerationProgress
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -58,14 +53,9 @@ def generate(
     anew: Annotated[bool, typer.Option("--anew", help="forget the answers of earlier runs")] = False,
 ) -> None:
     """generated_completions: have the target answer the prompts; what was answered once is never asked again."""
-    from dflash_core.completions.generation.generate import (
-        FileGenerated,
-        Watch,
-        api_key,
-        generate_files,
-        list_prompts,
-        with_servers,
-    )
+    from dflash_core.completions.generation.bar import generation_bar
+    from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files
+    from dflash_core.completions.generation.inputs import api_key, list_prompts, with_servers
     from dflash_core.tokenization.served import PromptEncoder
 
     settings = with_servers(open_recipe(recipe), server or ())
@@ -76,7 +66,7 @@ def generate(
         )
     key, encoder = api_key(settings, os.environ), PromptEncoder(settings)
     made: list[FileGenerated] = []
-    with _generation_bar() as show:
+    with generation_bar(errors) as show:
         watch = Watch(show, lambda note: errors.print(note, style="yellow"))
         for outcome in generate_files(settings, sources, encoder, key, watch, anew=anew):
             if isinstance(outcome, FileGenerated):
@@ -306,26 +296,6 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("", total=total)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _generation_bar() -> Iterator[Callable[["GenerationProgress"], None]]:
-    """A bar with tokens/s, requests in flight, ETA and cost."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("generate"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("", total=1.0)
-
-        def show(now: "GenerationProgress") -> None:
-            eta = "" if now.eta_s is None else f"{timedelta(seconds=round(now.eta_s))} left, "
-            progress.update(task, completed=now.share, description=eta + now.text())
-
-        yield show
 
 
 def open_recipe(path: Path) -> Recipe:

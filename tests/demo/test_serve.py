@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from demo.serve import serving
-from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files, list_prompts
+from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files
+from dflash_core.completions.generation.inputs import list_prompts
 from dflash_core.completions.generation.wire import ServerRefuses
 from dflash_core.recipe import Recipe
 from dflash_core.storage.store import open_stores

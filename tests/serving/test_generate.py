@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files, list_prompts
+from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files
+from dflash_core.completions.generation.inputs import list_prompts
 from dflash_core.completions.generation.prompts import Prompt, PromptFile
 from dflash_core.completions.generation.wire import ServerRefuses
 from dflash_core.evaluation.served import Server

@@ -7,23 +7,24 @@ and leaving it, by Ctrl-C too, commits what was answered. Memory does not grow w
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pydantic import SecretStr
 
 from dflash_core.completions.generation.answers import Plan, Request, outcome_of
+from dflash_core.completions.generation.inputs import plan_of
 from dflash_core.completions.generation.probe import PromptIds, check_server
 from dflash_core.completions.generation.progress import Meter, Progress
 from dflash_core.completions.generation.prompts import Prompt
 from dflash_core.completions.generation.servers import NoAnswer, Servers
 from dflash_core.completions.generation.wire import Connection
 from dflash_core.completions.generation.work import FileWork, find_valid, open_work
-from dflash_core.errors import RecipeError, StorageError, UnreadableFile, UserError
-from dflash_core.recipe import Generation, Recipe
+from dflash_core.errors import StorageError, UnreadableFile, UserError
+from dflash_core.recipe import Recipe
 from dflash_core.records import GeneratedFile, SourceFile
-from dflash_core.storage.store import Stores, find_files, open_stores
+from dflash_core.storage.store import Stores, open_stores
 
 PROGRESS_EVERY_S = 0.25
 
@@ -57,58 +58,6 @@ class Watch:
 FileOutcome = FileGenerated | FileNotGenerated
 
 
-def generation_of(recipe: Recipe) -> Generation:
-    """The recipe's section.
-
-    Raises:
-        RecipeError: it has none.
-    """
-    if recipe.generation is None:
-        raise RecipeError(f"recipe {recipe.name!r} has no [generation]; add prompts, servers and model to generate")
-    return recipe.generation
-
-
-def with_servers(recipe: Recipe, servers: Sequence[str]) -> Recipe:
-    """The recipe with these base URLs instead of its own; none: as it is.
-
-    Raises:
-        RecipeError: it has no [generation].
-    """
-    generation = generation_of(recipe)
-    if not servers:
-        return recipe
-    return recipe.model_copy(update={"generation": generation.model_copy(update={"servers": tuple(servers)})})
-
-
-def api_key(recipe: Recipe, environment: Mapping[str, str]) -> SecretStr | None:
-    """The servers' key, from the variable that the recipe names; None: they want none.
-
-    Raises:
-        RecipeError: the variable is not set.
-    """
-    variable = generation_of(recipe).api_key_variable
-    if variable is None:
-        return None
-    if not environment.get(variable):
-        raise RecipeError(f"generation.api_key_variable names {variable}, which is not set; set it to the servers' key")
-    return SecretStr(environment[variable])
-
-
-def list_prompts(recipe: Recipe) -> list[SourceFile]:
-    """Every file of prompts, sorted by partition; none without a [generation] section.
-
-    Raises:
-        StorageError: the listing fails.
-    """
-    prompts = open_stores(recipe).prompts
-    return [] if prompts is None else find_files(prompts)
-
-
-def find_generated(recipe: Recipe, source: SourceFile) -> GeneratedFile | None:
-    """The manifest of this file of prompts if its completions are complete and valid: generating would skip it."""
-    return find_valid(open_stores(recipe), source, _plan(recipe))
-
-
 def generate_files(
     recipe: Recipe,
     sources: Sequence[SourceFile],
@@ -133,16 +82,12 @@ def generate_files(
         ServerRefuses: a server does not fit the recipe; nothing was asked.
         ServersGone: no server answers any more; run the same again when one does.
     """
-    plan = _plan(recipe)
+    plan = plan_of(recipe)
     with asyncio.Runner() as runner:
         work = _Generation(recipe, plan, open_stores(recipe), prompt_ids, api_key, watch, anew)
         main = runner.get_loop().create_task(work.run(sources))
         while (outcome := runner.run(work.next_outcome(main))) is not None:
             yield outcome
-
-
-def _plan(recipe: Recipe) -> Plan:
-    return Plan(generation_of(recipe), recipe.seed, recipe.tokenization.template_options)
 
 
 @dataclass

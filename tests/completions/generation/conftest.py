@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dflash_core.completions.generation.generate import FileOutcome, Watch, generate_files, list_prompts
+from dflash_core.completions.generation.generate import FileOutcome, Watch, generate_files
+from dflash_core.completions.generation.inputs import list_prompts
 from dflash_core.completions.generation.prompts import Prompt
 from dflash_core.recipe import Recipe
 from dflash_core.storage.store import Stores, open_stores
