@@ -1,7 +1,7 @@
 """`dflash`: every asset's twin at the terminal. The same core call, a progress bar, no Dagster.
 
     generate -> verify -> tokenize -> freeze -> train -> evaluate -> export
-    (and inspect: any row, its mask in colour; serve-check: the same acceptance from a server)
+    (and inspect: any row, its mask in colour; serve-check: the same acceptance from a server; diagnose: why it is low)
 
 Results go to standard output, progress and refusals to standard error; a refusal is one sentence and exit code 2.
 Heavy imports happen inside the commands, so that `--help` and the data commands never wait for torch.
@@ -208,6 +208,26 @@ def evaluate(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, resul
 
     picture = open_stores(settings).derived.uri(report.picture.key)
     Console(highlight=False, soft_wrap=True).print(to_terminal(report, picture))
+
+
+@app.command()
+def diagnose(
+    recipe: RecipeOption = DEFAULT_RECIPE,
+    run: RunOption = None,
+    drafter: Annotated[Path | None, typer.Option(help="a drafter folder, in place of a run")] = None,
+    json: Annotated[Path | None, typer.Option(help="write the diagnosis here, too")] = None,
+) -> None:
+    """Why is acceptance low when served? Tries the known causes one by one on held-out rows."""
+    from dflash_core.evaluation.diagnose.diagnose import diagnose as diagnose_drafter
+    from dflash_core.evaluation.diagnose.table import to_terminal
+
+    if run is not None and drafter is not None:
+        raise UserError(f"give --run {run} or --drafter {drafter}, not both")
+    with _progress("diagnose", 5) as advance:
+        found = diagnose_drafter(open_recipe(recipe), run, drafter, advance)
+    if json is not None:
+        json.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf8")
+    Console(highlight=False).print(to_terminal(found))
 
 
 @app.command()

@@ -111,5 +111,18 @@ def thinking_switch(recipe: Recipe, tokenizer: ChatTokenizer) -> ThinkingSwitch 
     return f"the chat template has no option {' or '.join(OPTIONS)}"
 
 
+def served_ending(recipe: Recipe, tokenizer: ChatTokenizer) -> tuple[int, ...] | None:
+    """How the recipe's template and options end a prompt; None: it does not render a question or adds nothing."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        prompt, history = (
+            _encoded(tokenizer, tokenizer.template.render(question, (), add_generation_prompt=prompted))
+            for prompted in (True, False)
+        )
+    except Refused:
+        return None
+    return prompt[len(history) :] or None if prompt[: len(history)] == history else None
+
+
 def _encoded(tokenizer: ChatTokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.reference.encode(text, add_special_tokens=False).ids)

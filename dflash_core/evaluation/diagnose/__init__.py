@@ -1,0 +1,1 @@
+"""Why a drafter that trained well is accepted badly: the known causes, tried one by one."""

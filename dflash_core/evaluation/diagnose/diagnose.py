@@ -1,0 +1,225 @@
+"""`dflash diagnose`: training said one thing, serving another; which of the known causes lies between them?
+
+The trade-off: every cause is an experiment on the same few held-out rows, so a verdict is a measured number, not a
+guess from settings; what no experiment restores is said to be unexplained.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dflash_core.drafter.config import (
+    FAMILY_MASK_IDS,
+    DrafterConfig,
+    drafter_config,
+    read_target_config,
+    text_config,
+    tokenizer_mask_id,
+)
+from dflash_core.drafter.folder import read_config, read_state
+from dflash_core.drafter.placed import MANIFEST_FILE
+from dflash_core.drafter.target_files import LM_HEAD_KEYS, check_target, is_tied, safetensors_files
+from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
+from dflash_core.errors import IncompatibleError
+from dflash_core.evaluation.acceptance import length_of
+from dflash_core.evaluation.diagnose.assumption import Text
+from dflash_core.evaluation.diagnose.bench import Bench, Facts, Finding, acceptance
+from dflash_core.evaluation.diagnose.data import try_off_policy, try_template, try_truncation
+from dflash_core.evaluation.diagnose.shape import try_shapes
+from dflash_core.evaluation.measure import Progress
+from dflash_core.evaluation.prompts import held_out_prompts, served_ending
+from dflash_core.evaluation.subject import Subject, load_subject
+from dflash_core.recipe import Recipe
+from dflash_core.records import DrafterCheckpoint, DrafterExport, Record
+from dflash_core.storage.store import Store, open_stores
+
+PROMPTS = 16
+THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+NO_NUMBER_KEYS = {"dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"}
+"""Of a config: differences in them change nothing that is measured here."""
+
+
+class Diagnosis(Record):
+    """What was measured, what was tried, and what explains the gap."""
+
+    drafter: str
+    """Run or folder."""
+    prompts: int
+    trained_prefix: float | None
+    """Accepted prefix on held-out rows as training reported it; None: the run is not known."""
+    measured_prefix: float
+    """The same measured now, with the drafter as it would be served."""
+    served: float
+    """Acceptance length of decoding the same rows' prompts as serving has them."""
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    """Differences from the run that the drafter comes from."""
+    conclusion: str
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """A drafter to be looked at and what is known of its training."""
+
+    name: str
+    config: DrafterConfig
+    state: dict[str, Tensor]
+    checkpoint: DrafterCheckpoint | None
+    trained_config: DrafterConfig | None
+    notes: tuple[str, ...] = ()
+
+
+def diagnose(recipe: Recipe, run: str | None, folder: Path | None, on_progress: Progress) -> Diagnosis:
+    """Diagnose a finished run, or a drafter folder, against the recipe's target as the recipe would serve it.
+
+    Args:
+        recipe: names target, stores, and the template and options that serving uses.
+        run: a finished training run; None: the last one.
+        folder: a drafter folder in place of a run; an export of ours names the run it comes from.
+        on_progress: called with (experiments done, experiments).
+
+    Raises:
+        ObjectMissing: no such run.
+        IncompatibleError: the folder cannot be read, does not fit the target, or the target is not that of the
+            training; the message holds both values.
+        UserError: no held-out prompt.
+    """
+    store = open_stores(recipe).derived
+    drafter = _of_run(store, recipe, run) if folder is None else _of_folder(store, recipe, folder)
+    if drafter.checkpoint is not None:
+        check_target(drafter.checkpoint, recipe)
+    training_set = None if drafter.checkpoint is None else drafter.checkpoint.training_set
+    subject = load_subject(recipe, drafter.config, drafter.state, training_set)
+    bench = make_bench(subject, [] if drafter.trained_config is None else [drafter.trained_config])
+    trained = None if drafter.checkpoint is None else drafter.checkpoint.held_out_accepted_prefix
+    return diagnose_bench(bench, drafter.name, trained, drafter.notes, on_progress)
+
+
+def diagnose_bench(
+    bench: Bench, name: str, trained_prefix: float | None, notes: Sequence[str], on_progress: Progress
+) -> Diagnosis:
+    """Make every experiment and draw the conclusion."""
+    on_progress(0, 5)
+    served = length_of(acceptance(bench.served))
+    on_progress(1, 5)
+    prefixes, findings = try_shapes(bench)
+    on_progress(2, 5)
+    for done, experiment in enumerate((try_template, try_off_policy, try_truncation), 3):
+        findings.append(experiment(bench))
+        on_progress(done, 5)
+    measured = length_of(prefixes)
+    return Diagnosis(
+        drafter=name,
+        prompts=len(bench.texts),
+        trained_prefix=trained_prefix,
+        measured_prefix=measured,
+        served=served,
+        findings=tuple(findings),
+        notes=tuple(notes),
+        conclusion=_conclusion(findings, trained_prefix, measured, served),
+    )
+
+
+def make_bench(subject: Subject, references: Sequence[DrafterConfig]) -> Bench:
+    """Held-out rows and everything that alternatives can be drawn from."""
+    recipe, rows = subject.recipe, subject.rows
+    prompts = held_out_prompts(rows, subject.split.held_out, recipe.seed, PROMPTS)
+    texts = [Text(p.row_id, tuple(rows.row(p.row).ids.tolist()), len(p.ids)) for p in prompts]
+    lengths = rows.lengths[subject.split.training] if len(subject.split.training) else rows.lengths
+    return Bench(
+        drafter=subject.drafter,
+        target=subject.target,
+        texts=texts,
+        reach=int(lengths.max()),
+        max_new_tokens=recipe.evaluation.max_new_tokens,
+        facts=_facts(subject, references, float(np.mean(lengths >= recipe.tokenization.max_length))),
+    )
+
+
+def _facts(subject: Subject, references: Sequence[DrafterConfig], cut_share: float) -> Facts:
+    recipe, config = subject.recipe, subject.config
+    target_config = read_target_config(recipe.target.path)
+    text = text_config(target_config)
+    own_mask = tokenizer_mask_id(recipe.tokenizer_path)
+    known = list(references)
+    with suppress(IncompatibleError):  # the recipe's drafter is another one; it only lends alternatives
+        known.append(drafter_config(recipe, target_config, own_mask))
+    named = [value for value in (text.get("pad_token_id"), text.get("eos_token_id")) if isinstance(value, int)]
+    masks = [own_mask, *FAMILY_MASK_IDS.values(), *subject.tokenizer.added.values(), *named, config.vocab_size - 1, 0]
+    rope = text.get("rope_parameters") or {}
+    thetas = [text.get("rope_theta"), rope.get("rope_theta"), recipe.drafter.rope_theta, *THETAS]
+    return Facts(
+        references=tuple(known),
+        mask_ids=tuple(mask for mask in masks if mask is not None),
+        thetas=tuple(float(theta) for theta in thetas if theta),
+        window=recipe.drafter.sliding_window or 2048,
+        lm_heads=tuple(_other_heads(recipe.target.path, subject.target.lm_head)),
+        ending=served_ending(recipe, subject.tokenizer),
+        cut_share=cut_share,
+    )
+
+
+def _other_heads(folder: Path, like: Tensor) -> list[tuple[str, Tensor]]:
+    """An lm_head that lies in the target's files although its config ties it to the embedding."""
+    found: list[tuple[str, Tensor]] = []
+    for file in safetensors_files(folder) if is_tied(folder) else []:
+        with safe_open(file, framework="pt") as opened:
+            for key in set(opened.keys()) & set(LM_HEAD_KEYS):
+                head = opened.get_tensor(key).to(like.device, like.dtype)
+                if not torch.equal(head, like):
+                    found.append((f"{key} of {file.name}, though the config ties it", head))
+    return found
+
+
+def _of_run(store: Store, recipe: Recipe, run: str | None) -> _Drafter:
+    checkpoint = find_checkpoint(store, run)
+    config, state = fetch_drafter(store, checkpoint, recipe.storage.work_dir)
+    return _Drafter(f"run {checkpoint.run}", config, state, checkpoint, None)
+
+
+def _of_folder(store: Store, recipe: Recipe, folder: Path) -> _Drafter:
+    """A folder, and the run that its manifest names, if the store has it."""
+    config = read_config(folder)
+    state = read_state(folder, config)
+    manifest = folder / MANIFEST_FILE
+    try:
+        run = DrafterExport.model_validate_json(manifest.read_bytes()).run if manifest.exists() else None
+    except ValueError:
+        raise IncompatibleError(f"{manifest} is no manifest of an export; remove it or export again") from None
+    checkpoint = (
+        None if run is None else store.find_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
+    )
+    if checkpoint is None:
+        return _Drafter(str(folder), config, state, None, None)
+    trained_config, masters = fetch_drafter(store, checkpoint, recipe.storage.work_dir)
+    notes = [
+        f"config.json has {key} = {value}, run {checkpoint.run} was trained with {asdict(trained_config)[key]}"
+        for key, value in asdict(config).items()
+        if key not in NO_NUMBER_KEYS and value != asdict(trained_config)[key]
+    ]
+    changed = [name for name in state if not torch.equal(state[name], masters[name].to(state[name].dtype))]
+    if changed:
+        notes.append(f"{len(changed)} of {len(state)} tensors differ from run {checkpoint.run}, first {changed[0]}")
+    return _Drafter(str(folder), config, state, checkpoint, trained_config, tuple(notes))
+
+
+def _conclusion(findings: Sequence[Finding], trained: float | None, measured: float, served: float) -> str:
+    explaining = sorted((f for f in findings if f.explains), key=lambda f: (f.before or 0.0) - (f.after or 0.0))
+    reported = "" if trained is None else f"; training reported {trained:.2f}"
+    if explaining:
+        best = explaining[0]
+        others = "".join(f"; {f.cause} helps, too ({f.before:.2f} to {f.after:.2f})" for f in explaining[1:])
+        return (
+            f"{best.cause} explains it: with {best.tried}, acceptance goes from {best.before:.2f} to "
+            f"{best.after:.2f}{reported}{others}."
+        )
+    return (
+        f"Nothing found: no cause changes acceptance for the better (served {served:.2f}, accepted prefix on held-out "
+        f"rows {measured:.2f}{reported}); the drafter is as good as its training made it."
+    )
