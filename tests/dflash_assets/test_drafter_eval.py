@@ -5,6 +5,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from dagster_aws.s3 import S3Resource
 
 from dflash_assets import drafter_eval as module
 from dflash_assets.resources import RecipeResource
@@ -96,7 +97,9 @@ def test_checks(
     report = make_report(open_stores(recipe).derived, **changes)
     monkeypatch.setattr(module, "run_core", lambda arguments, result: report)
     done = dg.materialize(
-        [module.drafter_eval], instance=instance, resources={"recipe": RecipeResource(path=str(recipe_file))}
+        [module.drafter_eval],
+        instance=instance,
+        resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
     )
     checks = {check.check_name: check for check in done.get_asset_check_evaluations()}
     assert set(checks) == {"acceptance", "lossless", "not_worse"}
