@@ -2,7 +2,8 @@
 
 The answer is a function of the prompt's text, and so is the mischief: `[once:X]` in it spoils the first answer to this
 text, `[always:X]` every one, with X one of 429, 500, 503, 400, 302, 401, reset, half, text, list, stall, nochoice;
-`[say:X]` makes the answer itself bad: length, thought, empty, loop, filter, call. Its "tokens" are characters.
+`[say:X]` makes the answer itself special: length, thought, empty, loop, filter, call, slow. Its "tokens" are
+characters.
 """
 
 import argparse
@@ -130,7 +131,8 @@ class ChatServer:
         mischief = re.search(r"\[(once|always):(\w+)\]", text)
         if body["max_tokens"] != 1 and mischief and (mischief.group(1) == "always" or self.seen.requests[text] == 1):
             return await self._misbehave(mischief.group(2), writer)
-        await asyncio.sleep(self.behaviour.delay_s * (0.5 if "[fast]" in text else 1.0))
+        pace = 0.5 if "[fast]" in text else 30.0 if "[say:slow]" in text and body["max_tokens"] != 1 else 1.0
+        await asyncio.sleep(self.behaviour.delay_s * pace)
         self.seen.answers += 1
         self.seen.last = time.monotonic()
         return await _send(writer, 200, self._completion(text, body))

@@ -56,7 +56,10 @@ class Servers:
         slow_s = generation.request_timeout_s / 2
         self._servers = [Server(c, Limit(generation.concurrency, slow_s, time.monotonic)) for c in connections]
         self._turn = asyncio.Condition()
-        self._answered_at = time.monotonic()
+        self._sent: dict[object, float] = {}
+        """When each request in flight was sent."""
+        self._troubled_since: float | None = None
+        """The first trouble after the last answer."""
         self._jitter = random.Random()
         self.last_trouble = ""
 
@@ -111,25 +114,39 @@ class Servers:
     async def _try(self, server: Server, prompt: Prompt, request: Request, plan: Plan) -> Answer | Trouble:
         sent_at = time.monotonic()
         try:
-            answer = await server.connection.ask(prompt, request, plan)
+            answer = await self._send(server, prompt, request, plan)
         except Trouble as trouble:
             if trouble.kind == "refused":
                 server.limit.answered(sent_at)
-                self._answered_at = time.monotonic()
+                self._troubled_since = None
                 return trouble
             if trouble.kind == "overloaded":
                 server.limit.overloaded(sent_at, trouble.rest_s)
             else:
                 server.limit.failed(sent_at)
             self.last_trouble = f"{server.connection.url}: {trouble}"
-            self._check_patience()
+            if not trouble.timed_out:
+                self._check_patience()
             return trouble
         server.limit.answered(sent_at)
-        self._answered_at = time.monotonic()
+        self._troubled_since = None
         return answer
 
+    async def _send(self, server: Server, prompt: Prompt, request: Request, plan: Plan) -> Answer:
+        ticket = object()
+        self._sent[ticket] = time.monotonic()
+        try:
+            return await server.connection.ask(prompt, request, plan)
+        finally:
+            del self._sent[ticket]
+
     def _check_patience(self) -> None:
-        silent_s = time.monotonic() - self._answered_at
+        now = time.monotonic()
+        if self._troubled_since is None:
+            self._troubled_since = now
+        if any(sent_at < self._troubled_since for sent_at in self._sent.values()):
+            return  # long answers may still come to what was sent before
+        silent_s = now - self._troubled_since
         if silent_s > self._generation.patience_s:
             raise ServersGone(
                 f"no server has answered for {silent_s:.0f} s, the last trouble was {self.last_trouble}; "

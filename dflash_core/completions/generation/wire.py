@@ -38,12 +38,21 @@ class ServerRefuses(UserError):
 class Trouble(Exception):
     """A request without a usable answer. `kind` decides what follows; the text is for people and holds no key."""
 
-    def __init__(self, kind: Literal["refused", "overloaded", "failed"], text: str, rest_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        kind: Literal["refused", "overloaded", "failed"],
+        text: str,
+        rest_s: float = 0.0,
+        *,
+        timed_out: bool = False,
+    ) -> None:
         super().__init__(text)
         self.kind = kind
         """refused: this prompt, for good; overloaded: later; failed: again, a few times."""
         self.rest_s = rest_s
         """How long the server asks to be left alone."""
+        self.timed_out = timed_out
+        """It took the request and did not answer in time: no sign that it is gone."""
 
 
 class CheckedBackend(httpcore2.AsyncNetworkBackend):
@@ -174,8 +183,11 @@ class Connection:
                     response = await self._client.post(path, cast_to=httpx2.Response, body=body)
         except openai.APIStatusError as error:
             raise self._of_status(error.response) from None
-        except (openai.APITimeoutError, TimeoutError):
-            raise Trouble("overloaded", f"no answer within {self._generation.request_timeout_s:g} s") from None
+        except (openai.APITimeoutError, TimeoutError) as error:
+            if isinstance(error.__cause__, httpx2.ConnectTimeout):
+                raise Trouble("failed", f"no connection within {self._generation.connect_timeout_s:g} s") from None
+            text = f"no answer within {self._generation.request_timeout_s:g} s"
+            raise Trouble("overloaded", text, timed_out=True) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
             if isinstance(cause, ServerRefuses):

@@ -259,6 +259,17 @@ def test_servers_that_are_gone_end_it_with_what_was_answered_kept(
     assert sum(len(stores.derived.get(key).body.splitlines()) for key in keys) == 21
 
 
+def test_a_long_answer_outlasts_the_patience_with_others(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
+) -> None:
+    """One prompt is reset again and again while the only other answer takes longer than the patience."""
+    prompts("a", ["[say:slow]", "[always:reset]"])
+    server = serve(delay_s=0.1)
+    recipe = recipe_on(server, patience_s=0.3, attempts=3, concurrency=2)
+    (manifest,) = made(generate(recipe))
+    assert manifest.outcomes == {"good": 1, "unanswered": 1}
+
+
 def test_progress_tells_tokens_slots_time_and_cost(
     serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
 ) -> None:
