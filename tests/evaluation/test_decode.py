@@ -139,6 +139,15 @@ def test_prompts_decoded_together_give_what_each_gives_alone(
         assert seen[-1] == len(PROMPTS)
 
 
+def test_a_prompts_sample_does_not_depend_on_its_neighbours(make_target: MakeTarget, drafter: Drafter) -> None:
+    target = make_target("qwen3")
+    draft = DrafterDraft(drafter, target.embedding, target.lm_head, temperature=1.0)
+    sampling = Sampling(24, frozenset({7}), 1.0, 3)
+    alone, together = (decode(target, draft, PROMPTS, sampling, batch=batch) for batch in (1, 3))
+    assert [g.tokens for g in alone] == [g.tokens for g in together]
+    assert len({g.tokens for g in alone}) == len(PROMPTS)
+
+
 def test_the_counts_are_of_verification_steps(make_target: MakeTarget) -> None:
     target = make_target("qwen3")
     plain = generate_plain(target, PROMPT, Sampling(61, frozenset()))

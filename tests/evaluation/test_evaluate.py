@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,20 @@ from dflash_core.batches.split import is_held_out
 from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.folder import load_drafter
 from dflash_core.errors import IncompatibleError, ObjectMissing, RecipeError, UserError
+from dflash_core.evaluation import evaluate as module
 from dflash_core.evaluation.evaluate import evaluate_drafter
+from dflash_core.evaluation.markdown import to_terminal
+from dflash_core.evaluation.prompts import Prompt, ThinkingSwitch
 from dflash_core.evaluation.target import load_verifying_target
 from dflash_core.recipe import Evaluation, Export, Recipe
 from dflash_core.records import DrafterEval, DrafterExport
 from dflash_core.storage.store import Store
 from dflash_core.training.run import train_drafter
+from tests.console import shown
 from tests.training.conftest import put_training_set, random_rows
 
 MakeRecipe = Callable[..., Recipe]
-ROWS = {f"file{i}": random_rows(i, 20) for i in range(2)}
+ROWS = {f"{folder}%2Ffile{i}": random_rows(i, 20) for i, folder in enumerate(("maths", "code"))}
 
 
 def nothing(*_: object) -> None:
@@ -61,7 +66,7 @@ def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Reci
     assert s3.get_record(f"drafter_eval/{report.run}/report.json", DrafterEval) == report
     assert s3.read(report.picture).startswith(b"\x89PNG")
     text = s3.read(report.markdown).decode()
-    for value in (report.run, f"| drafter | {report.acceptance_length:.2f} |", "data:image/png;base64,", "file0"):
+    for value in (report.run, f"| drafter | {report.acceptance_length:.2f} |", "data:image/png;base64,", "%2Ffile0"):
         assert value in text
 
     again: list[object] = []
@@ -71,9 +76,28 @@ def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Reci
     assert evaluate_drafter(wider, report.run, nothing).tokens == 18
 
 
+def test_the_terminal_shows_what_matters(recipe: Recipe) -> None:
+    report = evaluate_drafter(recipe, None, nothing)
+    text = shown(to_terminal(report, "s3://bucket/acceptance.png"))
+    for value in (
+        f"{report.acceptance_length:.2f}",
+        "n-gram drafter",
+        "temperature 1 (2 prompts)",
+        "lossless: every output",
+        "previous drafter: skipped",
+        "no cut by thinking",
+        "picture: s3://bucket/acceptance.png",
+    ):
+        assert value in text
+    lossy = report.model_copy(update={"lossless": False, "differing_prompts": 2})
+    assert "NOT lossless: 2 of 5 outputs differ" in shown(to_terminal(lossy, ""))
+
+
 def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe) -> None:
     report = evaluate_drafter(recipe, None, nothing)
-    files = [cut for cut in report.cuts if cut.cut == "file"]
+    files, folders = ([cut for cut in report.cuts if cut.cut == kind] for kind in ("file", "folder"))
+    assert [cut.name for cut in folders] == ["code", "maths"]
+    assert [cut.prompts for cut in folders] == [report.prompt_files.count(file) for file in sorted(ROWS)]
     assert {cut.name for cut in files} == set(report.prompt_files)
     assert sum(cut.prompts for cut in files) == report.prompts
     assert sum(cut.verification_steps for cut in files) == report.verification_steps == sum(report.histogram)
@@ -85,13 +109,35 @@ def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe) -> None:
     assert hot.acceptance_length_no_features is not None
     for cut in report.cuts:
         assert cut.interval[0] <= cut.acceptance_length <= cut.interval[1]
-    assert report.skipped_cuts == {
-        "folder": "all source files lie in one folder",
-        "thinking": "the chat template has no option enable_thinking or thinking",
-    }
+    assert report.skipped_cuts == {"thinking": "the chat template has no option enable_thinking or thinking"}
     assert sum(report.stops.values()) > 0
     assert report.examples[0].refused != report.examples[0].said
     assert (report.timed_prompts, report.differing_prompts) == (2, 0)
+
+
+def test_each_thinking_state_is_measured_on_the_same_prompts(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[Prompt] = []
+    drawn = module.held_out_prompts
+
+    def remember(*arguments: Any) -> list[Prompt]:
+        prompts.extend(drawn(*arguments))
+        return prompts
+
+    def switch(*_: object) -> ThinkingSwitch:
+        last = prompts[0].ids[-1]
+        return ThinkingSwitch({"on": (last,), "off": (last, 7)})
+
+    monkeypatch.setattr(module, "held_out_prompts", remember)
+    monkeypatch.setattr(module, "thinking_switch", switch)
+    report = evaluate_drafter(recipe, None, nothing)
+    on, off = (cut for cut in report.cuts if cut.cut == "thinking")
+    having = [p.ids[-1] == prompts[0].ids[-1] for p in prompts[:2]]
+    assert (on.name, off.name) == ("on", "off")
+    assert on.prompts == off.prompts == sum(having)
+    assert on.verification_steps == sum(
+        steps for steps, has in zip(report.verification_steps_per_prompt, having, strict=False) if has
+    )
+    assert "thinking" not in report.skipped_cuts
 
 
 def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recipe: Recipe) -> None:
