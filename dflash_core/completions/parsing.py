@@ -9,14 +9,13 @@ import json
 import re
 from typing import NoReturn
 
+import numpy as np
 import orjson
 
 from dflash_core.completions.record import Json, Refused
 
 MAX_DEPTH = 100
-_KEY_END = re.compile(rb'"[ \t\r]*:')
-_QUOTED_KEY_END = re.compile(rb'(?<!\\)(?:\\\\)*\\"[ \t\r]*:')
-"""The same inside a text, where the quote is escaped."""
+SPACE, COLON, QUOTE, BACKSLASH = b' :"\\'
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -43,11 +42,30 @@ def _may_hide_a_key(text: bytes, keys: int) -> bool:
     """Whether the text may have more keys than were parsed from it, so that one came twice.
 
     Every key ends in a quote and a colon. What else looks so (escaped within a text; a text that starts with a colon)
-    only adds to the count, hence an equal number is proof. `bytes.count` first, which is ten times faster.
+    only adds to the count, hence an equal number is proof.
     """
-    spaced = b" :" in text or b"\t:" in text or b"\r:" in text
-    ends = len(_KEY_END.findall(text)) if spaced else text.count(b'":')
-    return ends != keys and ends - len(_QUOTED_KEY_END.findall(text)) != keys
+    codes = np.frombuffer(text, np.uint8)
+    colons = np.flatnonzero(codes == COLON)
+    before = codes[colons - 1]
+    ends = (colons[before == QUOTE] - 1).tolist()
+    white = before <= SPACE  # all other control characters are refused by now
+    if white.any():
+        places = (_before_white(text, colon) for colon in colons[white].tolist())
+        ends += [place for place in places if text[place] == QUOTE]
+    return len(ends) != keys and sum(not _is_escaped(text, end) for end in ends) != keys
+
+
+def _before_white(text: bytes, place: int) -> int:
+    while text[place - 1] <= SPACE:
+        place -= 1
+    return place - 1
+
+
+def _is_escaped(text: bytes, quote: int) -> bool:
+    first = quote
+    while text[first - 1] == BACKSLASH:
+        first -= 1
+    return (quote - first) % 2 == 1
 
 
 def count_keys(value: Json) -> int:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_core.completions.parsing import parse_object
 from dflash_core.completions.reading import CompletionFile
-from dflash_core.completions.record import Completion
+from dflash_core.completions.record import Completion, Refused
 from dflash_core.records import Reject
 
 GOOD = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
@@ -121,6 +122,22 @@ def test_keys_written_inside_texts_are_no_duplicates() -> None:
     (completion,), rejects, _ = read(answer(tricky))
     assert completion.messages[-1].content == tricky
     assert not rejects
+
+
+TRICKY = st.lists(st.sampled_from(["a", '"', "\\", ":", " ", '":', '" :', '\\"']), max_size=4).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(TRICKY, st.sampled_from(["", " ", "\t", "\r "]), TRICKY), max_size=5), st.booleans())
+def test_a_key_that_comes_twice_is_found_in_any_spelling(pairs: list[tuple[str, str, str]], nested: bool) -> None:
+    text = ", ".join(f"{json.dumps(key)}{white}:{json.dumps(value)}" for key, white, value in pairs)
+    given = f'{{"x": {{{text}}}}}' if nested else f"{{{text}}}"
+    keys = [key for key, _, _ in pairs]
+    if len(set(keys)) == len(keys):
+        assert parse_object(given.encode()) == json.loads(given)
+    else:
+        with pytest.raises(Refused, match="duplicate key"):
+            parse_object(given.encode())
 
 
 def test_integers_beyond_64_bits_in_tool_calls_stay_exact() -> None:
