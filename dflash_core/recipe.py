@@ -214,6 +214,9 @@ class Training(Section):
     """At most this many held-out rows are validated on."""
     checkpoint_every_steps: Positive = 200
     keep_checkpoints: Positive = 2
+    """The last ones; the one with the longest held-out accepted prefix is kept besides."""
+    publish: Literal["last", "best"] = "last"
+    """Which weights become the drafter: those after the last step, or those of the best checkpoint."""
     skips_before_stop: Positive = 10
     """Consecutive steps with a non-finite loss or gradient that end the run."""
     max_bad_row_share: Share = 0.01

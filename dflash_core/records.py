@@ -184,6 +184,11 @@ class DrafterCheckpoint(Record):
     coverage: tuple[FileCoverage, ...]
     skipped_steps: int
     skipped_rows: int
+    published_step: int | None = None
+    """After which step the weights were taken; None: after the last."""
+    best_step: int = 0
+    """The step with the longest held-out accepted prefix among those that were validated and saved; 0: none was."""
+    best_accepted_prefix: float = 0.0
 
 
 class RunPointer(Record):

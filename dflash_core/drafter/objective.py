@@ -69,9 +69,9 @@ class LossSums(NamedTuple):
     row_blocks: Tensor
     """[B]: blocks that are no padding. Mean accepted prefix = row_prefix / row_blocks + 1 (the anchor)."""
     slot_hits: Tensor
-    """[K-1]: right predictions in slots 1..K-1."""
+    """[B, K-1]: right predictions in slots 1..K-1."""
     slot_counts: Tensor
-    """[K-1]: supervised slots."""
+    """[B, K-1]: supervised slots."""
 
 
 def slot_targets(input_ids: Tensor, loss_mask: Tensor, blocks: Blocks, block_size: int, chunk_rows: int) -> SlotTargets:
@@ -138,8 +138,8 @@ def block_loss(hidden: Tensor, lm_head: Tensor, targets: SlotTargets, weights: S
             row_weight=total(weight, sample, B),
             row_prefix=prefix,
             row_blocks=targets.valid.sum(1),
-            slot_hits=total(hit.long(), slot, K - 1),
-            slot_counts=total(torch.ones_like(slot), slot, K - 1),
+            slot_hits=total(hit.long(), sample * (K - 1) + slot, B * (K - 1)).view(B, K - 1),
+            slot_counts=total(torch.ones_like(slot), sample * (K - 1) + slot, B * (K - 1)).view(B, K - 1),
         )
 
 

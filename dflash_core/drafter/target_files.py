@@ -7,7 +7,6 @@ Shapes: V vocabulary, H hidden size.
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from dflash_core.errors import IncompatibleError, RecipeError
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint
-from dflash_core.storage.transfers import sha256_file
+from dflash_core.storage.hashes import sha256_files
 
 EMBEDDING_KEYS = (
     "model.embed_tokens.weight",
@@ -82,16 +81,19 @@ def load_head(folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
     return Head(embedding, embedding if lm_head is None else lm_head)
 
 
-def target_fingerprint(folder: Path) -> str:
+def target_fingerprint(folder: Path, work_dir: Path | None = None) -> str:
     """sha256 over the config, every safetensors file and the tokenizer: equal folders give equal features and ids.
+
+    Args:
+        folder: the target.
+        work_dir: where the hashes of unchanged files are remembered; None: hash everything now.
 
     Raises:
         RecipeError: the folder is not there or holds no safetensors.
     """
     weights = safetensors_files(folder)
     others = [folder / name for name in ("config.json", *TOKENIZER_FILES) if (folder / name).is_file()]
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        digests = list(pool.map(sha256_file, [*others, *weights]))
+    digests = sha256_files([*others, *weights], None if work_dir is None else work_dir / "hashes.json")
     named = [(path.name, digest) for path, digest in zip([*others, *weights], digests, strict=True)]
     return hashlib.sha256(json.dumps(sorted(named)).encode()).hexdigest()
 
@@ -140,7 +142,7 @@ def check_target(checkpoint: DrafterCheckpoint, recipe: Recipe) -> None:
     """
     check_tokenizer(checkpoint.tokenizer_sha256, recipe, f"run {checkpoint.run}")
     folder = recipe.target.path
-    fingerprint = target_fingerprint(folder)
+    fingerprint = target_fingerprint(folder, recipe.storage.work_dir)
     if fingerprint != checkpoint.target_fingerprint:
         raise IncompatibleError(
             f"run {checkpoint.run} was trained with target {checkpoint.target_fingerprint[:12]}, "

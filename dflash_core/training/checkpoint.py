@@ -3,6 +3,8 @@
     <folder>/00000200/{masters,moments}-000.safetensors ... coverage.safetensors metrics.jsonl state.json
     <folder>/latest.json       {"checkpoints": [{"step": 200, "sha256": "<of state.json>"}, ...]}, newest last
 
+The last `keep` are kept, and the best.
+
 `state.json` holds the sha256 of every other file. Each file is written aside and fsynced, the folder is renamed, its
 parent fsynced, and only then the pointer replaced. A checkpoint belongs to one run; what it was made from (`identity`)
 is compared field by field before anything is loaded. The trade-off: each save writes everything anew, 12 bytes a
@@ -10,10 +12,11 @@ parameter.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,24 @@ class Progress:
     """Of the last step that was not skipped."""
     held_out_loss: float = 0.0
     held_out_accepted_prefix: float = 0.0
+    validated_step: int = 0
+    """After which step the two were measured."""
+    best_step: int = 0
+    """The checkpoint with the longest held-out accepted prefix so far, its loss deciding ties; 0: none."""
+    best_loss: float = 0.0
+    best_accepted_prefix: float = 0.0
+
+    def with_best(self) -> "Progress":
+        """The same as it is saved: a checkpoint that was validated at its own step may become the best.
+
+        One with a NaN never does, and of equals the earlier one stays.
+        """
+        score = (self.held_out_accepted_prefix, -self.held_out_loss)
+        if self.validated_step != self.step or not all(map(math.isfinite, score)):
+            return self
+        if self.best_step and score <= (self.best_accepted_prefix, -self.best_loss):
+            return self
+        return replace(self, best_step=self.step, best_loss=self.held_out_loss, best_accepted_prefix=score[0])
 
 
 @dataclass(frozen=True)
@@ -75,7 +96,7 @@ class CheckpointFolder:
     keep: int = 2
 
     def save(self, snapshot: Snapshot, metrics: Path, metrics_bytes: int) -> Path:
-        """Write a checkpoint with the first `metrics_bytes` of the metrics, point to it, and remove all but `keep`.
+        """Write a checkpoint with the first `metrics_bytes` of the metrics, point to it, and remove what need not stay.
 
         Raises:
             StorageError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -106,7 +127,7 @@ class CheckpointFolder:
             shutil.rmtree(final, ignore_errors=True)
             os.rename(aside, final)
             _sync(self.path)
-            self._point([entry for entry in self.entries() if entry["step"] < step], step)
+            self._point([entry for entry in self.entries() if entry["step"] < step], snapshot.progress)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise StorageError(
@@ -115,9 +136,11 @@ class CheckpointFolder:
             ) from None
         return final
 
-    def _point(self, before: list[dict[str, Any]], step: int) -> None:
-        newest = {"step": step, "sha256": sha256_file(self.folder(step) / STATE)}
-        kept = [*before, newest][-self.keep :]
+    def _point(self, before: list[dict[str, Any]], progress: Progress) -> None:
+        newest = {"step": progress.step, "sha256": sha256_file(self.folder(progress.step) / STATE)}
+        entries = [*before, newest]
+        best = [entry for entry in entries[: -self.keep] if entry["step"] == progress.best_step]
+        kept = [*best, *entries[-self.keep :]]
         aside = self.path / f".{POINTER}"
         aside.write_text(json.dumps({"checkpoints": kept}, indent=1), encoding="utf8")
         _sync(aside)

@@ -7,7 +7,7 @@ Shapes: B rows, S tokens, N blocks, L captured layers, H hidden size.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,16 @@ class Work:
             self.batch, self.blocks.to(device), self.targets.to(device), anchor_tokens, positions, files, lengths
         )
 
+    def pinned(self) -> "Work":
+        """The same with everything that travels to a device in pinned memory."""
+        anchor_tokens, positions, files, lengths, ids = (
+            t.pin_memory() for t in (self.anchor_tokens, self.positions, self.files, self.lengths, self.batch.ids)
+        )
+        blocks = Blocks(*(t.pin_memory() for t in self.blocks))
+        row, label, valid = (t.pin_memory() for t in (self.targets.row, self.targets.label, self.targets.valid))
+        targets = self.targets._replace(row=row, label=label, valid=valid)
+        return Work(replace(self.batch, ids=ids), blocks, targets, anchor_tokens, positions, files, lengths)
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -53,6 +63,8 @@ class Preparation:
     anchors: int
     block_size: int
     chunk_rows: int
+    pin: bool = False
+    """Make tensors in pinned memory, so that copies to a GPU do not hold up the host."""
 
 
 def prepare(batch: Batch, preparation: Preparation) -> Work:
@@ -65,7 +77,7 @@ def prepare(batch: Batch, preparation: Preparation) -> Work:
         )
         documents.append([DocumentAnchors(0, length, drawn)])
     blocks = stack_blocks(documents)
-    return Work(
+    work = Work(
         batch=batch,
         blocks=blocks,
         targets=slot_targets(batch.ids, batch.loss_mask, blocks, preparation.block_size, preparation.chunk_rows),
@@ -74,6 +86,7 @@ def prepare(batch: Batch, preparation: Preparation) -> Work:
         files=batch.files,
         lengths=batch.lengths,
     )
+    return work.pinned() if preparation.pin else work
 
 
 class FeatureFeed:
@@ -110,6 +123,8 @@ class FeatureFeed:
     def _fill(self, work: Work) -> Slot | None:
         if not work.batch.row_ids:
             return None
+        if bool(work.blocks.start.any()):
+            raise ValueError("a target reads one document a row, a packed one would leak; pack for the drafter only")
         target, slot = self._ring[self._turn % len(self._ring)]
         self._turn += 1
         ids = work.batch.ids.to(target.device, non_blocking=True)

@@ -33,6 +33,11 @@ class RankPlacement:
         return self.rank == 0
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether batches travel to another device."""
+        return any(device.type == "cuda" for device in (self.drafter, *self.targets))
+
+    @property
     def slots_per_target(self) -> int:
         """Feature slots: one being trained on and one being filled; one where nothing can overlap."""
         return 1 if all(target == self.drafter for target in self.targets) else 2

@@ -10,6 +10,7 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -45,15 +46,17 @@ class RemoteCheckpoints:
         found = (self.store.find_record(key, SavedStep) for key in keys)
         return sorted((record for record in found if record is not None), key=lambda record: record.step)
 
-    def upload(self, folder: Path, step: int, keep: int) -> None:
-        """Store a checkpoint folder, then its manifest, then remove all but the last `keep`."""
+    def upload(self, folder: Path, progress: Progress, keep: int) -> None:
+        """Store a checkpoint folder, then its manifest, then remove all but the last `keep` and the best."""
+        step = progress.step
         files = [
             upload_file(self.store, f"{self.below}{step:08d}/{file.name}", file) for file in sorted(folder.iterdir())
         ]
         record = SavedStep(run=self.run, step=step, files=tuple(files))
         self.store.put_record(f"{self.below}{step:08d}.json", record)
         for old in [saved for saved in self.saved() if saved.step < step][: -keep + 1 or None]:
-            self._remove(old)
+            if old.step != progress.best_step:
+                self._remove(old)
 
     def download(self, saved: SavedStep, folder: Path) -> None:
         """Bring a checkpoint to `folder`, which appears only when every file is right."""
@@ -96,14 +99,15 @@ class LeadRecorder:
         self._metrics.write(metrics)
         self._on_step(metrics)
 
-    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
+    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> bool:
         """Write a checkpoint, or leave it out if the one before is slow; a failed write of that one is raised here."""
         if self._writing is not None and not wait([self._writing], PATIENCE_S).done:
             log.warning("no checkpoint after step %d: the one before is still being written", progress.step)
-            return
+            return False
         self.flush()
         snapshot = Snapshot(progress, *state(), coverage)
         self._writing = self._thread.submit(self._write, snapshot, self._metrics.flush())
+        return True
 
     def flush(self) -> None:
         """Wait for the checkpoint on its way.
@@ -124,7 +128,7 @@ class LeadRecorder:
     def _write(self, snapshot: Snapshot, metrics_bytes: int) -> None:
         folder = self._folder.save(snapshot, self._metrics.path, metrics_bytes)
         try:
-            self._remote.upload(folder, snapshot.progress.step, self._folder.keep)
+            self._remote.upload(folder, snapshot.progress, self._folder.keep)
         except StorageError as error:
             log.warning("the checkpoint of step %d is on this disk only: %s", snapshot.progress.step, error)
 
@@ -135,24 +139,54 @@ def resume(folder: CheckpointFolder, remote: RemoteCheckpoints, metrics: Path) -
     Raises:
         IncompatibleError: the newest one belongs to something else.
     """
-    local = [(entry["step"], entry["sha256"], None) for entry in folder.entries()]
-    stored = [(saved.step, _state_sha256(saved), saved) for saved in remote.saved()]
-    candidates = sorted([*stored, *local], key=lambda c: (c[0], c[2] is None), reverse=True)
-    for step, sha256, saved in candidates:
-        try:
-            if saved is not None:
-                remote.download(saved, folder.folder(step))
-            snapshot = folder.load(step, sha256)
-        except (Damaged, ObjectCorrupt, ObjectMissing) as error:
-            log.warning("the checkpoint of step %d cannot be used (%s); trying the one before", step, error)
-            continue
-        metrics.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder.folder(step) / METRICS, metrics)
-        log.info("continuing from the checkpoint of step %d", step)
-        return snapshot
+    candidates = _candidates(folder, remote)
+    for candidate in candidates:
+        snapshot = _usable(folder, remote, candidate, "trying the one before")
+        if snapshot is not None:
+            step = snapshot.progress.step
+            metrics.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder.folder(step) / METRICS, metrics)
+            log.info("continuing from the checkpoint of step %d", step)
+            return snapshot
     if candidates:
         log.warning("none of %d checkpoints can be used; training starts anew", len(candidates))
     return None
+
+
+def saved_at(folder: CheckpointFolder, remote: RemoteCheckpoints, step: int) -> Snapshot | None:
+    """The checkpoint of one step, from this disk or the store; None where neither has it whole."""
+    for candidate in _candidates(folder, remote):
+        if candidate.step == step:
+            snapshot = _usable(folder, remote, candidate, "looking elsewhere")
+            if snapshot is not None:
+                return snapshot
+    return None
+
+
+class _Candidate(NamedTuple):
+    step: int
+    sha256: str
+    saved: SavedStep | None
+    """None: on this disk."""
+
+
+def _candidates(folder: CheckpointFolder, remote: RemoteCheckpoints) -> list[_Candidate]:
+    """Newest first, and of one step this disk's before the store's."""
+    local = [_Candidate(entry["step"], entry["sha256"], None) for entry in folder.entries()]
+    stored = [_Candidate(saved.step, _state_sha256(saved), saved) for saved in remote.saved()]
+    return sorted([*stored, *local], key=lambda c: (c.step, c.saved is None), reverse=True)
+
+
+def _usable(
+    folder: CheckpointFolder, remote: RemoteCheckpoints, candidate: _Candidate, otherwise: str
+) -> Snapshot | None:
+    try:
+        if candidate.saved is not None:
+            remote.download(candidate.saved, folder.folder(candidate.step))
+        return folder.load(candidate.step, candidate.sha256)
+    except (Damaged, ObjectCorrupt, ObjectMissing) as error:
+        log.warning("the checkpoint of step %d cannot be used (%s); %s", candidate.step, error, otherwise)
+        return None
 
 
 def _state_sha256(saved: SavedStep) -> str:

@@ -1,85 +1,47 @@
 """A training run from recipe and training set to a finished checkpoint in the store; the same inputs, the same run.
 
-The trade-off: the run's name is a hash of everything that changes its weights, so a changed recipe never continues an
-older run by accident, and an unchanged one redoes nothing; in exchange renaming a target folder's file starts anew.
+The trade-off: a run that was done is found by its name and not done again, so every rank asks the store before it loads
+anything; who a run is, `identity` says.
 """
 
 import fcntl
-import hashlib
-import json
-import shutil
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import distributed
 
 from dflash_core import TRAINING_VERSION
 from dflash_core.batches.cache import open_rows
+<<<<<<< HEAD
 from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config, tokenizer_mask_id
 from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, save_drafter
 from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
+=======
+from dflash_core.drafter.config import drafter_config, read_target_config, tokenizer_mask_id
+from dflash_core.drafter.target_files import target_fingerprint
+>>>>>>> 3e868b6 (Refuse a changed recipe beside an unfinished run; keep the best checkpoint; overlap the all-reduce)
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
 from dflash_core.recipe import Recipe
-from dflash_core.records import DrafterCheckpoint, FileCoverage, RunPointer, TrainingSet
+from dflash_core.records import DrafterCheckpoint, RunPointer, TrainingSet
 from dflash_core.storage.store import Store, open_stores
-from dflash_core.storage.transfers import sha256_file, upload_file
 from dflash_core.tokenization.fingerprint import fingerprint
-from dflash_core.training.checkpoint import METRICS, CheckpointFolder, Progress, require_tensors
+from dflash_core.training.checkpoint import CheckpointFolder, Progress, require_tensors
 from dflash_core.training.failures import readable_failures
+from dflash_core.training.identity import identity, refuse_changed_recipe, run_name
 from dflash_core.training.placement import RankPlacement, join, place
+from dflash_core.training.publish import LATEST, Outcome, RunFiles, choose_weights, publish_run
 from dflash_core.training.recorder import LeadRecorder, RemoteCheckpoints, resume
 from dflash_core.training.setup import make_data, make_feed, make_learner, require_fitting
-from dflash_core.training.step import COVERAGE_COLUMNS, Learner
+from dflash_core.training.step import Learner
 from dflash_core.training.trainer import Follower, OnStep, Recorder, StopRequest, Trainer
 
+log = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
-
-LATEST = "drafter_checkpoint/latest.json"
-NOT_IN_NAME = {
-    "placement",
-    "batch_rows",
-    "accumulation",
-    "vocabulary_chunk_rows",
-    "gradient_checkpointing",
-    "validate_every_steps",
-    "validation_rows",
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "skips_before_stop",
-    "max_bad_row_share",
-}
-"""Settings that change how a step is computed or watched, not what it computes; rows a step enter as a product."""
-
-
-def run_name(recipe: Recipe, training_set: TrainingSet, target_fingerprint: str) -> str:
-    """`<recipe name>-<12 hex>`: a hash of everything that changes the weights.
-
-    Raises:
-        IncompatibleError: the drafter to start from cannot be read.
-    """
-    warm_start = recipe.drafter.warm_start
-    parts = {
-        "code_version": TRAINING_VERSION,
-        "seed": recipe.seed,
-        "training_set": training_set.hash,
-        "target": target_fingerprint,
-        "target_layers": [recipe.target.layer_ids, recipe.target.layers, recipe.target.dtype],
-        "drafter": recipe.drafter.model_dump(mode="json", exclude={"warm_start"}),
-        "warm_start": None if warm_start is None else _folder_sha256(warm_start),
-        "training": recipe.training.model_dump(mode="json", exclude=NOT_IN_NAME),
-        "step_rows": recipe.training.batch_rows
-        * recipe.training.accumulation
-        * len(recipe.training.placement.drafters),
-        "gamma": recipe.gamma,
-    }
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return f"{recipe.name}-{digest[:12]}"
 
 
 def train_drafter(
@@ -109,7 +71,7 @@ def train_drafter(
     _require_same_tokenization(recipe, training_set)
     placement = place(recipe.training.placement, *join(recipe.training.placement))
     store = open_stores(recipe).derived
-    target = _from_lead(placement, lambda: target_fingerprint(recipe.target.path))
+    target = _from_lead(placement, lambda: target_fingerprint(recipe.target.path, recipe.storage.work_dir))
     run = run_name(recipe, training_set, target)
     finished = store.find_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
     if finished is not None:
@@ -118,8 +80,10 @@ def train_drafter(
         return finished
     folder = recipe.storage.work_dir / "drafter_checkpoint" / run
     with readable_failures(recipe), _locked(folder, placement):
-        identity = _identity(recipe, training_set, target, placement)
-        checkpoints = CheckpointFolder(folder / "checkpoints", identity, recipe.training.keep_checkpoints)
+        made_with = identity(recipe, training_set, target, placement)
+        if placement.lead:
+            refuse_changed_recipe(recipe, store, run, made_with)
+        checkpoints = CheckpointFolder(folder / "checkpoints", made_with, recipe.training.keep_checkpoints)
         files = RunFiles(store, run, folder, checkpoints, RemoteCheckpoints(store, run))
         outcome = _train(recipe, training_set, placement, files, on_step, stop or StopRequest())
         if not placement.lead:
@@ -133,34 +97,7 @@ def train_drafter(
             "target_fingerprint": target,
             "tokenizer_sha256": tokenizer_sha256(recipe),
         }
-        return _publish(files, made_from, outcome, [shard.partition for shard in training_set.shards])
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """Where a run keeps what it writes."""
-
-    store: Store
-    run: str
-    folder: Path
-    checkpoints: CheckpointFolder
-    remote: RemoteCheckpoints
-
-    @property
-    def metrics(self) -> Path:
-        """JSON lines, one a step."""
-        return self.folder / METRICS
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A finished training."""
-
-    progress: Progress
-    config: DrafterConfig
-    masters: dict[str, torch.Tensor]
-    coverage: torch.Tensor
-    """[F, 6] over all ranks."""
+        return publish_run(files, made_from, outcome, [shard.partition for shard in training_set.shards])
 
 
 def _train(
@@ -192,8 +129,10 @@ def _train(
         progress = trainer.run(progress, stop)
     finally:
         recorder.close()
-    masters, _ = learner.state()
-    return Outcome(progress, config, masters, learner.reduced_coverage())
+    step, masters = progress.step, learner.state()[0]
+    if placement.lead:
+        step, masters = choose_weights(recipe.training.publish, files, progress, masters)
+    return Outcome(progress, config, masters, step, learner.reduced_coverage())
 
 
 def _continue(learner: Learner, files: RunFiles, placement: RankPlacement) -> Progress:
@@ -213,63 +152,6 @@ def _continue(learner: Learner, files: RunFiles, placement: RankPlacement) -> Pr
     return progress
 
 
-def _publish(files: RunFiles, made_from: dict[str, Any], outcome: Outcome, partitions: list[str]) -> DrafterCheckpoint:
-    """Upload weights, config and metrics, then the manifest that names them, then the pointer to it."""
-    below = f"drafter_checkpoint/{files.run}/"
-    final = files.folder / "final"
-    final.mkdir(exist_ok=True)
-    save_drafter(final, outcome.config, outcome.masters, torch.float32, shard_bytes=1 << 62)
-    progress = outcome.progress
-    checkpoint = DrafterCheckpoint(
-        **made_from,
-        steps=progress.step,
-        train_s=progress.train_s,
-        final_loss=progress.final_loss,
-        held_out_accepted_prefix=progress.held_out_accepted_prefix,
-        weights=upload_file(files.store, below + WEIGHTS_FILE, final / WEIGHTS_FILE),
-        config=upload_file(files.store, below + CONFIG_FILE, final / CONFIG_FILE),
-        metrics=upload_file(files.store, below + METRICS, files.metrics),
-        coverage=_coverage(outcome.coverage, partitions),
-        skipped_steps=progress.skipped_steps,
-        skipped_rows=progress.skipped_rows,
-    )
-    files.store.put_record(below + "manifest.json", checkpoint)
-    files.store.put_record(LATEST, RunPointer(run=files.run))
-    files.remote.clear()
-    shutil.rmtree(files.checkpoints.path, ignore_errors=True)
-    return checkpoint
-
-
-def _coverage(sums: torch.Tensor, partitions: list[str]) -> tuple[FileCoverage, ...]:
-    assert COVERAGE_COLUMNS == ("rows", "tokens", "blocks", "loss", "weight", "prefix")
-    return tuple(
-        FileCoverage(
-            partition=partition,
-            rows=int(rows),
-            tokens=int(tokens),
-            blocks=int(blocks),
-            mean_loss=loss / weight if weight else 0.0,
-            joint_accepted_prefix=1.0 + (prefix / blocks if blocks else 0.0),
-        )
-        for partition, (rows, tokens, blocks, loss, weight, prefix) in zip(partitions, sums.tolist(), strict=True)
-    )
-
-
-def _identity(recipe: Recipe, training_set: TrainingSet, target: str, placement: RankPlacement) -> dict[str, str]:
-    """What a checkpoint was made from, field by field; a resume with any other is refused."""
-    return {
-        "code_version": TRAINING_VERSION,
-        "training_set": training_set.hash,
-        "target and tokenizer": target,
-        "seed": str(recipe.seed),
-        "drafter": recipe.drafter.model_dump_json(exclude={"warm_start"}),
-        "training": recipe.training.model_dump_json(exclude=NOT_IN_NAME),
-        "drafters (ranks)": str(placement.ranks),
-        "training.batch_rows": str(recipe.training.batch_rows),
-        "training.accumulation": str(recipe.training.accumulation),
-    }
-
-
 def _require_same_tokenization(recipe: Recipe, training_set: TrainingSet) -> None:
     ours = fingerprint(recipe)
     if training_set.fingerprint != ours:
@@ -277,12 +159,6 @@ def _require_same_tokenization(recipe: Recipe, training_set: TrainingSet) -> Non
             f"training set {training_set.hash} was tokenized under fingerprint {training_set.fingerprint}, the "
             f"recipe's tokenizer, template and rules now give {ours}; tokenize and freeze again, or restore them"
         )
-
-
-def _folder_sha256(folder: Path) -> str:
-    read_config(folder)
-    files = [folder / CONFIG_FILE, *sorted(folder.glob("*.safetensors"))]
-    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
 
 
 @contextmanager

@@ -41,7 +41,9 @@ def make_data(rows: RowStore, recipe: Recipe, config: DrafterConfig, placement: 
     return Data(
         Loader(rows, split.training, recipe.seed, shape),
         held_out_batches(rows, chosen, shape),
-        Preparation(recipe.seed, training.anchors, config.block_size, training.vocabulary_chunk_rows),
+        Preparation(
+            recipe.seed, training.anchors, config.block_size, training.vocabulary_chunk_rows, placement.on_gpus
+        ),
     )
 
 

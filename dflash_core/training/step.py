@@ -1,7 +1,8 @@
 """One optimizer step of the drafter on one rank: accumulate micro-batches, reduce, normalise, clip, update.
 
 Gradients are of *sums*; one sum of slot weights over all ranks and micro-batches divides them, so 1, 2 and N ranks and
-any accumulation give the same update. All gradients are views into one flat tensor: one all-reduce, one norm.
+any accumulation give the same update. All gradients are views into one flat tensor: one norm, and layers leave for the
+other ranks while backward still makes the rest (`reduce`).
 The trade-off: whether a step is finite is decided on the device and nothing is read back, so the host learns of a
 skipped step only when it reads the outcome, one step later.
 
@@ -19,6 +20,7 @@ from dflash_core.drafter.objective import LossSums, SlotWeights, block_loss
 from dflash_core.drafter.target_files import Head
 from dflash_core.recipe import Training
 from dflash_core.training.feed import Work
+from dflash_core.training.reduce import OverlappedSum
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 COVERAGE_COLUMNS = ("rows", "tokens", "blocks", "loss", "weight", "prefix")
@@ -111,6 +113,7 @@ class Learner:
         parts = torch.split(self._flat, [p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
+        self._reduction = OverlappedSum(drafter, self._flat, group) if self.ranks > 1 else None
         self.optimizer = torch.optim.AdamW(
             parameters, lr=0.0, betas=rules.betas, weight_decay=rules.weight_decay, fused=True
         )
@@ -149,6 +152,8 @@ class Learner:
         """Forward and backward of a micro-batch with features [B, S, L*H] (which may be overwritten)."""
         usable = clear_bad_rows(features)
         sums = self._loss(work, features, usable)
+        if work.batch.last and self._reduction is not None:
+            self._reduction.arm()
         sums.loss.backward()  # type: ignore[no-untyped-call]
         self._count(work, sums, usable)
 
@@ -156,9 +161,9 @@ class Learner:
         """Finish the step; every rank calls it, also one that had no row."""
         self._counted[Sums._fields.index("stop")] = float(stop)
         packed = torch.cat((self._counted, self._slots))
-        if self.ranks > 1:
+        if self._reduction is not None:
+            self._reduction.finish()
             distributed.all_reduce(packed, group=self.group)
-            distributed.all_reduce(self._flat, group=self.group)
         loss, weight = packed[Sums._fields.index("loss")], packed[Sums._fields.index("weight")]
         self._flat.div_(weight.to(self._flat.dtype))
         norm = torch.linalg.vector_norm(self._flat)
@@ -223,7 +228,7 @@ class Learner:
         rows_, tokens, blocks, loss, weight, prefix = by_row.sum(0)
         bad, stop = (~usable).sum(), torch.zeros_like(loss)
         self._counted += torch.stack((loss, weight, rows_, tokens, blocks, prefix, bad.to(torch.float64), stop))
-        self._slots += torch.cat((sums.slot_hits, sums.slot_counts))
+        self._slots += (torch.cat((sums.slot_hits, sums.slot_counts), 1) * usable[:, None]).sum(0)
 
 
 def clear_bad_rows(features: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Recorder(Protocol):
     def step(self, metrics: StepMetrics) -> None:
         """Record a step."""
 
-    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
+    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> bool:
         """Write a checkpoint, unless the one before is still being written; returns soon, others wait in a step."""
 
     def flush(self) -> None:
@@ -176,6 +176,7 @@ class Trainer:
             final_loss=before.final_loss if skipped else mean_loss(sums),
             held_out_loss=mean_loss(held_out) if held_out else before.held_out_loss,
             held_out_accepted_prefix=accepted_prefix(held_out) if held_out else before.held_out_accepted_prefix,
+            validated_step=done if held_out else before.validated_step,
         )
         self.recorder.step(
             StepMetrics(
@@ -237,7 +238,9 @@ class Trainer:
             distributed.barrier()
 
     def _save(self) -> None:
-        self.recorder.save(self.progress, self.learner.state, self.learner.reduced_coverage())
+        progress = self.progress.with_best()
+        if self.recorder.save(progress, self.learner.state, self.learner.reduced_coverage()):
+            self.progress = progress
 
     def _save_for_sure(self) -> None:
         self._flush()
@@ -251,8 +254,9 @@ class Follower:
     def step(self, metrics: StepMetrics) -> None:
         """The lead writes it."""
 
-    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> None:
+    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> bool:
         """The lead writes it."""
+        return True
 
     def flush(self) -> None:
         """Nothing is on its way."""

@@ -1,7 +1,7 @@
-"""Trains in a forked process that kills itself at its N-th crossing of a moment that matters.
+"""Trains in a forked process that kills itself, or gets a signal, at its N-th crossing of a moment that matters.
 
-Crossings lie before and after every fsync, rename and replace, every object written or deleted, every optimizer step.
-The production code knows nothing of them.
+Crossings lie before and after every fsync, rename and replace, every object written or deleted, every micro-batch and
+every optimizer step. The production code knows nothing of them.
 """
 
 import multiprocessing
@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dflash_core.errors import TrainingStopped
 from dflash_core.recipe import Recipe
 from dflash_core.storage.store import Store
-from dflash_core.training import recorder, run
+from dflash_core.training import publish, recorder
+from dflash_core.training.ranks import stop_on_signals
 from dflash_core.training.run import train_drafter
+from dflash_core.training.step import Learner
+from dflash_core.training.trainer import StopRequest
 
 
 class Finished(NamedTuple):
@@ -51,20 +55,63 @@ def _train(recipe: Recipe, training_set: str, deadly: int, sender: Any) -> None:
     os.replace = count.around(os.replace)
     Store.put = count.around(Store.put)  # type: ignore[method-assign]
     torch.optim.AdamW.step = count.around(torch.optim.AdamW.step)  # type: ignore[method-assign]
-    for module in (recorder, run):
+    for module in (recorder, publish):
         module.upload_file = count.around(module.upload_file)  # type: ignore[attr-defined]
     recorder.delete_object = count.around(recorder.delete_object)  # type: ignore[attr-defined]
+    Learner.accumulate = count.around(Learner.accumulate)  # type: ignore[method-assign]
     steps: list[int] = []
     checkpoint = train_drafter(recipe, training_set, False, lambda metrics: steps.append(metrics.step))
     sender.send(Finished(count.crossed, steps[0] if steps else 0, checkpoint.weights.sha256))
 
 
+<<<<<<< HEAD
 class Crossings:
     """Wraps functions so that the process dies before or after the `deadly`-th call of any of them."""
 
     def __init__(self, deadly: int) -> None:
+=======
+def interrupt(recipe: Recipe, training_set: str, first: int, second: int = 0) -> tuple[int, int, str]:
+    """Train in a process that gets SIGTERM at its crossing `first`, and again at `second` (0: never).
+
+    Returns:
+        (exit code, crossings, error)
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_interrupted, args=(recipe, training_set, (first, second), sender))
+    process.start()
+    sender.close()
+    try:
+        crossings, error = receiver.recv()
+    except EOFError:
+        crossings, error = 0, ""
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, crossings, error
+
+
+def _interrupted(recipe: Recipe, training_set: str, points: tuple[int, int], sender: Any) -> None:
+    torch.set_num_threads(1)
+    count = _Crossings(*points, signal_=signal.SIGTERM)
+    os.fsync = count.around(os.fsync)
+    os.rename = count.around(os.rename)
+    os.replace = count.around(os.replace)
+    stop = StopRequest()
+    try:
+        with stop_on_signals(stop):
+            train_drafter(recipe, training_set, False, lambda _: None, stop)
+    except TrainingStopped as error:
+        sender.send((count.crossed, str(error)))
+        os._exit(error.exit_code)
+    sender.send((count.crossed, ""))
+
+
+class _Crossings:
+    def __init__(self, *deadly: int, signal_: int = signal.SIGKILL) -> None:
+>>>>>>> 3e868b6 (Refuse a changed recipe beside an unfinished run; keep the best checkpoint; overlap the all-reduce)
         self.crossed = 0
         self._deadly = deadly
+        self._signal = signal_
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -77,5 +124,5 @@ class Crossings:
 
     def _cross(self) -> None:
         self.crossed += 1
-        if self.crossed == self._deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.crossed in self._deadly:
+            os.kill(os.getpid(), self._signal)

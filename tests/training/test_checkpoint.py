@@ -1,10 +1,15 @@
 """Checkpoints: whole or not there, and never somebody else's."""
 
 import json
+import math
 import os
+import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +68,48 @@ def test_what_was_saved_is_loaded_and_only_the_last_are_kept(tmp_path: Path) -> 
     assert same(newest(folder), saved[-1])
     assert sorted(p.name for p in folder.path.iterdir()) == ["00000004", "00000006", POINTER]
     assert (folder.folder(6) / METRICS).read_text() == "one\ntwo\n"
+
+
+def measured(step: int, prefix: float, loss: float = 1.0, validated: int | None = None) -> Progress:
+    """The progress of a run whose held-out rows were validated after step `validated`."""
+    at = step if validated is None else validated
+    return Progress(step=step, held_out_accepted_prefix=prefix, held_out_loss=loss, validated_step=at)
+
+
+def test_the_best_is_kept_besides_the_last(tmp_path: Path) -> None:
+    folder, _ = folder_with(tmp_path)
+    best = Progress()
+    for step, prefix in ((1, 1.5), (2, 3.0), (3, 2.0), (4, 2.5), (5, 2.9)):
+        best = replace(
+            measured(step, prefix), best_step=best.best_step, best_accepted_prefix=best.best_accepted_prefix
+        ).with_best()
+        folder.save(replace(snapshot(step), progress=best), tmp_path / METRICS, 4)
+    assert [entry["step"] for entry in folder.entries()] == [2, 4, 5]
+    assert sorted(p.name for p in folder.path.glob("0*")) == ["00000002", "00000004", "00000005"]
+    assert newest(folder).progress.best_step == 2
+
+
+@pytest.mark.parametrize(
+    ("progress", "best"),
+    [
+        (measured(4, 3.1), 4),
+        (measured(4, 3.0, loss=0.9), 4),  # equal prefix, lower loss
+        (measured(4, 3.0), 2),  # a tie: the earlier stays
+        (measured(4, 3.1, validated=3), 2),  # measured on other weights
+        (measured(4, float("nan")), 2),
+        (measured(4, 3.1, loss=float("nan")), 2),
+        (measured(4, float("inf")), 2),
+    ],
+)
+def test_what_becomes_the_best(progress: Progress, best: int) -> None:
+    before = {"best_step": 2, "best_accepted_prefix": 3.0, "best_loss": 1.0}
+    assert replace(progress, **before).with_best().best_step == best  # type: ignore[arg-type]
+    first = progress.with_best()
+    assert first.best_step == (4 if progress.validated_step == 4 and math.isfinite(sum(score(progress))) else 0)
+
+
+def score(progress: Progress) -> tuple[float, float]:
+    return progress.held_out_accepted_prefix, progress.held_out_loss
 
 
 def test_large_states_are_split_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +194,39 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(
     assert done[renamed + 1] == "sync checkpoints"
     assert f"sync .{POINTER}" in done[renamed:replaced]
     assert done[replaced + 1] == "sync checkpoints"
+
+
+STRACED = """
+import torch
+from pathlib import Path
+from dflash_core.training.checkpoint import CheckpointFolder, Progress, Snapshot
+folder = Path({folder!r})
+(folder / "metrics.jsonl").write_text("one")
+saved = Snapshot(Progress(step=2), {{"fc.weight": torch.ones(3)}}, {{}}, torch.zeros(1, 6))
+CheckpointFolder(folder / "checkpoints").save(saved, folder / "metrics.jsonl", 3)
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace (Debian's)")
+def test_the_kernel_sees_files_synced_then_the_rename_then_the_folder_synced(tmp_path: Path) -> None:
+    """What a power loss leaves depends on this order alone, so it is read from the system calls themselves."""
+    log = tmp_path / "calls"
+    command = ["strace", "-f", "-y", "-o", str(log), "-e", "trace=fsync,rename,renameat,renameat2", sys.executable]
+    traced = subprocess.run(
+        [*command, "-c", STRACED.format(folder=str(tmp_path))], capture_output=True, text=True, check=False
+    )
+    if traced.returncode and "ptrace" in traced.stderr:
+        pytest.skip("this machine lets nobody trace a process")
+    assert traced.returncode == 0, traced.stderr
+    calls = [line for line in log.read_text().splitlines() if str(tmp_path / "checkpoints") in line]
+    synced = [re.findall(r"fsync\(\d+<(.*?)>", line) for line in calls]
+    renamed = next(i for i, line in enumerate(calls) if re.search(r'rename.*\.saving-\d+"', line))
+    pointed = next(i for i, line in enumerate(calls) if "rename" in line and POINTER in line)
+    before = {Path(names[0]).name for names in synced[:renamed] if names}
+    assert {"masters-000.safetensors", "moments-000.safetensors", METRICS, STATE, ".saving-00000002"} <= before
+    assert synced[renamed + 1] == [str(tmp_path / "checkpoints")]
+    assert any(names and names[0].endswith(f".{POINTER}") for names in synced[renamed:pointed])
+    assert synced[pointed + 1] == [str(tmp_path / "checkpoints")]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(tmp_path: Path) -> None:

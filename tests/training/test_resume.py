@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import sha256_file
 from dflash_core.training.checkpoint import METRICS, STATE
 from dflash_core.training.metrics import StepMetrics
+from dflash_core.training.ranks import INTERRUPTED
 from dflash_core.training.run import train_drafter
 from dflash_core.training.trainer import StopRequest
 from tests.training.conftest import put_training_set, random_rows
-from tests.training.crash import Finished, train
+from tests.training.crash import Finished, interrupt, train
 
-STRIDE = 19
-"""Every so many crossings one attempt is killed; 1 tries each of them, which takes minutes."""
+STRIDE = 23
+"""Every so many crossings one attempt is killed; the test marked scale tries each of them, which takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,14 @@ def make_world(s3: Store, make_recipe: Callable[..., Recipe], tmp_path: Path) ->
     return make
 
 
-def test_sigkill_anywhere_then_the_same_command_gives_the_same_bits(make_world: Callable[..., World]) -> None:
+@pytest.mark.parametrize("stride", [STRIDE, pytest.param(1, marks=[pytest.mark.scale, pytest.mark.timeout(3600)])])
+def test_sigkill_anywhere_then_the_same_command_gives_the_same_bits(
+    make_world: Callable[..., World], stride: int
+) -> None:
     clean = make_world("clean").train()
     assert clean is not None
     continued = 0
-    for point in range(1, clean.crossings + 1, STRIDE):
+    for point in range(1, clean.crossings + 1, stride):
         world = make_world(f"at{point}")
         assert world.train(point) is None
         if point % 2:  # the machine is gone, too
@@ -99,6 +103,46 @@ def test_every_kill_after_a_kill_still_ends_at_the_same_bits(make_world: Callabl
     assert attempts > 2
     assert clean is not None
     assert finished.weights == clean.weights
+
+
+def test_sigterm_while_a_checkpoint_is_written_saves_and_a_second_one_ends_at_once(
+    make_world: Callable[..., World],
+) -> None:
+    plain, _ = make_world("plain").train_here()
+    _, crossings, _ = interrupt(make_world("count").recipe, make_world("count").frozen.hash, 0)
+    for point in range(crossings // 6, crossings, crossings // 3):
+        world = make_world(f"at{point}")
+        code, _, error = interrupt(world.recipe, world.frozen.hash, point)
+        assert code in (0, 75), (code, error)  # 0: it came after the last step
+        if code:
+            assert "a checkpoint was saved" in error
+            assert not list(world.run_folder.rglob(".saving-*"))
+        assert world.train_here()[0].weights.sha256 == plain.weights.sha256
+    twice = make_world("twice")
+    code, _, _ = interrupt(twice.recipe, twice.frozen.hash, crossings // 6, crossings // 6 + 1)
+    assert code == INTERRUPTED
+    assert twice.train_here()[0].weights.sha256 == plain.weights.sha256
+
+
+def test_the_best_checkpoint_is_published_if_the_recipe_asks_wherever_it_lies(
+    make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rate that ruins what was learned: the last step is not the best one."""
+    ruin = {"learning_rate": 3.0, "warmup_share": 0.9, "schedule": "wsd", "validate_every_steps": 1}
+    settings = {**ruin, "checkpoint_every_steps": 1, "held_out_share": 0.3, "publish": "best"}
+    plain, seen = make_world("plain", **settings).train_here()
+    held_out = {m.step: m.held_out_accepted_prefix or 0.0 for m in seen}
+    assert plain.best_step == plain.published_step < plain.steps
+    assert held_out[plain.best_step] == plain.best_accepted_prefix > held_out[plain.steps]
+    assert f"the checkpoint of step {plain.best_step} had a held-out accepted prefix" in caplog.text
+    moved = make_world("moved", **settings)
+    moved.stop(plain.best_step + 1)
+    shutil.rmtree(moved.recipe.storage.work_dir)  # the best one is in the store alone
+    assert moved.train_here()[0].weights.sha256 == plain.weights.sha256
+    last, _ = make_world("last", **{**settings, "publish": "last"}).train_here()
+    assert last.published_step == last.steps
+    assert last.best_step == plain.best_step
+    assert last.weights.sha256 != plain.weights.sha256
 
 
 def test_stopping_at_any_step_repeats_and_skips_nothing(make_world: Callable[..., World]) -> None:
@@ -218,6 +262,62 @@ def test_another_shape_of_the_step_is_refused(make_world: Callable[..., World]) 
     other = World(world.recipe.model_copy(update={"training": training}), world.frozen, world.store)
     with pytest.raises(IncompatibleError, match=r"training\.accumulation = 2"):
         other.train_here()
+
+
+Change = Callable[[World], World]
+
+
+def with_training(**settings: Any) -> Change:
+    def change(world: World) -> World:
+        training = world.recipe.training.model_copy(update=settings)
+        return replace(world, recipe=world.recipe.model_copy(update={"training": training}))
+
+    return change
+
+
+def with_touched_weights(world: World) -> World:
+    folder = world.recipe.target.path.with_name(f"{world.recipe.storage.work_dir.name}-target")
+    shutil.copytree(world.recipe.target.path, folder)
+    flip(folder / "model.safetensors")
+    target = world.recipe.target.model_copy(update={"path": folder})
+    return replace(world, recipe=world.recipe.model_copy(update={"target": target}))
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (with_training(learning_rate=1e-3), "training.learning_rate = 0.002 (now 0.001)"),
+        (with_training(gamma=9.0, clip=2.0), "training.clip = 1.0 (now 2.0), training.gamma = null (now 9.0)"),
+        (with_touched_weights, "target and tokenizer = "),
+    ],
+    ids=["learning rate", "two fields", "target"],
+)
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_another_recipe_beside_an_unfinished_run_is_refused_with_the_fields(
+    make_world: Callable[..., World], change: Change, fields: str, place: str
+) -> None:
+    """Else it would start at step 0 in silence, and the days that the run took would be forgotten."""
+    world = make_world(f"{place}-{abs(hash(fields))}")
+    world.stop(3)
+    run = world.run_folder.name
+    if place == "store":
+        shutil.rmtree(world.recipe.storage.work_dir)
+    other = change(world)
+    with pytest.raises(IncompatibleError, match=rf"run {run} of recipe 'tiny' stopped at step \d+") as refusal:
+        other.train_here()
+    assert fields in str(refusal.value)
+    renamed = replace(other, recipe=other.recipe.model_copy(update={"name": "other"}))
+    with pytest.raises(TrainingStopped):
+        renamed.train_here(1)
+    assert world.train_here()[1][0].step > 3  # restored, it continues
+    assert change(world).train_here()[0].steps == 6  # and once it is finished, others may start
+
+
+def test_other_data_are_another_run(make_world: Callable[..., World]) -> None:
+    world = make_world("data")
+    world.stop(3)
+    more = put_training_set(world.store, {"file0": random_rows(0, 20)})
+    assert replace(world, frozen=more).train_here()[0].steps == 6
 
 
 def test_two_trainings_of_one_run_do_not_meet(make_world: Callable[..., World]) -> None:

@@ -129,6 +129,37 @@ def test_the_update_is_that_of_a_plain_mean_loss(rows: RowStore, world: tuple[Ta
     torch.testing.assert_close(weights(learner), weights(plain), rtol=1e-9, atol=1e-12)
 
 
+def test_gradients_leave_while_backward_still_runs(rows: RowStore, world: tuple[Target, Head], tmp_path: Path) -> None:
+    """Layers last to first, and only in the last micro-batch of a step; the same on a rank that has no row there."""
+
+    def work(rank: int) -> list[str]:
+        learner = make_learner(world[1])
+        told: list[str] = []
+        reduce, backward = torch.distributed.all_reduce, torch.Tensor.backward
+        sizes = {sum(p.numel() for p in layer.parameters()): "layer" for layer in learner.drafter.layers}
+
+        def all_reduce(tensor: torch.Tensor, **options: Any) -> Any:
+            told.append(sizes.get(tensor.numel(), "rest" if tensor.numel() > 100 else "counts"))
+            return reduce(tensor, **options)
+
+        def marked(tensor: torch.Tensor) -> None:
+            told.append("backward begins")
+            backward(tensor)
+            told.append("ends")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "all_reduce", all_reduce)
+            patch.setattr(torch.Tensor, "backward", marked)
+            # Three rows on two ranks, one a micro-batch: in the second one rank 1 has nothing.
+            list(steps(learner, world[0], Loader(rows, np.arange(3), 0, Shape(1, 2, rank, 2)), 1))
+        return told
+
+    busy, idle = run_ranks(2, work, tmp_path)
+    first = ["backward begins", "ends"]
+    assert busy == [*first, "backward begins", "layer", "layer", "rest", "ends", "counts"]
+    assert idle == [*first, "layer", "layer", "rest", "counts"]
+
+
 def test_fp32_gradients_agree_over_ranks(rows: RowStore, world: tuple[Target, Head], tmp_path: Path) -> None:
     def gradient(shape: Shape) -> Any:
         learner = make_learner(world[1], dtype=torch.float32)
@@ -219,6 +250,7 @@ def test_a_row_with_bad_features_counts_as_if_it_were_not_there(rows: RowStore, 
     got, expected = learner.update(1e-2, False).read(), without.update(1e-2, False).read()
     assert (got.bad_rows, got.rows, got.finite) == (1.0, 3.0, 1.0)
     assert got.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert (got.slot_hits, got.slot_counts) == (expected.slot_hits, expected.slot_counts)
     torch.testing.assert_close(weights(learner), weights(without), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(learner.coverage, without.coverage)
 

@@ -104,6 +104,17 @@ def test_padding_on_the_right_changes_no_token_before_it(family: tuple[PreTraine
         torch.testing.assert_close(batch[row, :length], alone[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_document_never_sees_its_neighbour_in_the_batch(family: tuple[PreTrainedModel, Path]) -> None:
+    """One document a row: whatever document 1 says, document 2 has the same features. Packed it would not."""
+    _, folder = family
+    target = load_target(folder, LAYERS, torch.float32, CPU)
+    ids = torch.randint(0, 97, (2, 40))
+    other = torch.stack(((ids[0] + 1) % 97, ids[1]))
+    assert torch.equal(target.features(ids)[1], target.features(other)[1])
+    packed, packed_other = target.features(ids.reshape(1, -1)), target.features(other.reshape(1, -1))
+    assert not torch.allclose(packed[0, 40:], packed_other[0, 40:])
+
+
 def test_embedding_and_lm_head_are_read_alone(family: tuple[PreTrainedModel, Path]) -> None:
     model, folder = family
     head = load_head(folder, torch.float32, CPU)

@@ -15,8 +15,9 @@ from dflash_core.errors import IncompatibleError, StorageError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, TrainingSet
 from dflash_core.storage.store import Store
+from dflash_core.training.identity import run_name
 from dflash_core.training.metrics import StepMetrics
-from dflash_core.training.run import run_name, train_drafter
+from dflash_core.training.run import train_drafter
 from dflash_core.training.step import Learner
 from dflash_core.training.target import Target
 from tests.training.conftest import put_training_set, random_rows

@@ -1,0 +1,115 @@
+"""Who runs what: pairs, several targets for one drafter, one device; and the same update from each of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_core.drafter.target_files import load_head
+from dflash_core.errors import RecipeError
+from dflash_core.recipe import Placement, Recipe
+from dflash_core.storage.store import Store
+from dflash_core.training.feed import FeatureFeed, prepare
+from dflash_core.training.placement import place
+from dflash_core.training.run import train_drafter
+from dflash_core.training.target import load_target
+from tests.training.conftest import put_training_set, random_rows, row_store
+from tests.training.ranks import run_ranks
+from tests.training.test_step import CONFIG, CPU, PREPARATION, Loader, Shape, make_learner, weights
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+def devices(targets: list[str], drafters: list[str]) -> list[tuple[str, list[str], int]]:
+    placement = Placement(targets=tuple(targets), drafters=tuple(drafters))
+    ranks = [place(placement, rank, len(drafters)) for rank in range(len(drafters))]
+    assert [r.lead for r in ranks] == [True] + [False] * (len(drafters) - 1)
+    return [(str(r.drafter), [str(t) for t in r.targets], r.slots_per_target) for r in ranks]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_pairs_as_asked_for() -> None:
+    """Two targets on 0 and 1, drafters on 2 and 3: two concurrent streams."""
+    assert devices(["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]) == [
+        ("cuda:2", ["cuda:0"], 2),
+        ("cuda:3", ["cuda:1"], 2),
+    ]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_other_placements() -> None:
+    assert devices(["cuda"], ["cuda:0"]) == [("cuda:0", ["cuda:0"], 1)]
+    assert devices(["cuda:0", "cuda:1", "cuda:2"], ["cuda:3"]) == [("cuda:3", ["cuda:0", "cuda:1", "cuda:2"], 2)]
+    assert devices(["cpu"] * 4, ["cpu"] * 2) == [("cpu", ["cpu", "cpu"], 1)] * 2
+    shared = devices(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"])
+    assert shared == [("cuda:0", ["cuda:0"], 1), ("cuda:1", ["cuda:1"], 1)]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("targets", "drafters", "ranks", "reason"),
+    [
+        (["cuda:4"], ["cuda:0"], 1, r"cuda:4 does not exist here \(4 CUDA devices\)"),
+        (["gpu"], ["cpu"], 1, "'gpu' is no device"),
+        (["cpu", "cpu"], ["cuda:0", "cuda:0"], 2, "as many different GPUs"),
+        (["cpu", "cpu"], ["cuda:0", "cpu"], 2, "as many different GPUs"),
+        (["cpu", "cpu"], ["cpu", "cpu"], 1, "2 drafters but 1 training processes"),
+    ],
+)
+def test_impossible_placements_are_refused(targets: list[str], drafters: list[str], ranks: int, reason: str) -> None:
+    with pytest.raises(RecipeError, match=reason):
+        place(Placement(targets=tuple(targets), drafters=tuple(drafters)), 0, ranks)
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (3, 1), (2, 2), (4, 2)])
+def test_m_targets_feeding_n_drafters_give_one_update(
+    target_folder: Path, tmp_path: Path, targets: int, drafters: int
+) -> None:
+    """In float64, one process a drafter, against one target feeding one drafter in one process."""
+    rows = row_store({"a": random_rows(0, 12), "b": random_rows(1, 12)})
+    head = load_head(target_folder, torch.float64, CPU)
+
+    def trained(rank: int, placement: Placement) -> Any:
+        here = place(placement, rank, len(placement.drafters))
+        copies = [load_target(target_folder, CONFIG.target_layer_ids, torch.float64, d) for d in here.targets]
+        learner, used = make_learner(head), []
+        for copy in copies:
+            copy.backbone.register_forward_pre_hook(lambda module, _args: used.append(id(module)))
+        shape = Shape(4 // here.ranks, 2, here.rank, here.ranks)
+        batches = Loader(rows, np.arange(len(rows)), 0, shape).batches(0, 4)
+        feed = FeatureFeed(copies, here.drafter, here.slots_per_target)
+        for work, features in feed.feed(prepare(batch, PREPARATION) for batch in batches):
+            if features is not None:
+                learner.accumulate(work, features)
+            if work.batch.last:
+                learner.update(1e-2, stop=False)
+        assert [id(c.backbone) for c in copies] == used[: len(copies)]  # in turn
+        return weights(learner).numpy()
+
+    alone = trained(0, Placement())
+    placement = Placement(targets=("cpu",) * targets, drafters=("cpu",) * drafters)
+    if drafters == 1:
+        answers = [trained(0, placement)]
+    else:
+        answers = run_ranks(drafters, lambda rank: trained(rank, placement), tmp_path)
+    for got in answers:
+        assert np.abs(got - alone).max() < 1e-10
+
+
+def test_the_recipe_alone_decides(make_recipe: Callable[..., Recipe], s3: Store) -> None:
+    """Two targets in one process: bit for bit what one gives."""
+    frozen = put_training_set(s3, {"file0": random_rows(0, 12)})
+    one, two = (
+        train_drafter(recipe.model_copy(update={"name": name}), frozen.hash, False, lambda _: None)
+        for name, recipe in (
+            ("one", make_recipe(max_steps=4)),
+            ("two", make_recipe(max_steps=4, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu"]})),
+        )
+    )
+    assert one.weights.sha256 == two.weights.sha256
