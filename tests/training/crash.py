@@ -7,6 +7,7 @@ every optimizer step. The production code knows nothing of them.
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,12 +65,6 @@ def _train(recipe: Recipe, training_set: str, deadly: int, sender: Any) -> None:
     sender.send(Finished(count.crossed, steps[0] if steps else 0, checkpoint.weights.sha256))
 
 
-<<<<<<< HEAD
-class Crossings:
-    """Wraps functions so that the process dies before or after the `deadly`-th call of any of them."""
-
-    def __init__(self, deadly: int) -> None:
-=======
 def interrupt(recipe: Recipe, training_set: str, first: int, second: int = 0) -> tuple[int, int, str]:
     """Train in a process that gets SIGTERM at its crossing `first`, and again at `second` (0: never).
 
@@ -92,11 +87,11 @@ def interrupt(recipe: Recipe, training_set: str, first: int, second: int = 0) ->
 
 def _interrupted(recipe: Recipe, training_set: str, points: tuple[int, int], sender: Any) -> None:
     torch.set_num_threads(1)
-    count = _Crossings(*points, signal_=signal.SIGTERM)
+    stop = StopRequest()
+    count = _Crossings(*points, sent=signal.SIGTERM, arrived=lambda: stop.asked)
     os.fsync = count.around(os.fsync)
     os.rename = count.around(os.rename)
     os.replace = count.around(os.replace)
-    stop = StopRequest()
     try:
         with stop_on_signals(stop):
             train_drafter(recipe, training_set, False, lambda _: None, stop)
@@ -107,11 +102,17 @@ def _interrupted(recipe: Recipe, training_set: str, points: tuple[int, int], sen
 
 
 class _Crossings:
+<<<<<<< HEAD
     def __init__(self, *deadly: int, signal_: int = signal.SIGKILL) -> None:
 >>>>>>> 3e868b6 (Refuse a changed recipe beside an unfinished run; keep the best checkpoint; overlap the all-reduce)
+=======
+    def __init__(
+        self, first: int, second: int = 0, sent: int = signal.SIGKILL, arrived: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`arrived`: whether the first signal was handled; the second waits for it, since equal ones melt into one."""
         self.crossed = 0
-        self._deadly = deadly
-        self._signal = signal_
+        self._first, self._second = first, second
+        self._sent, self._arrived = sent, arrived
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -124,5 +125,7 @@ class _Crossings:
 
     def _cross(self) -> None:
         self.crossed += 1
-        if self.crossed in self._deadly:
-            os.kill(os.getpid(), self._signal)
+        if self.crossed in (self._first, self._second):
+            while self.crossed == self._second and not self._arrived():
+                time.sleep(0.01)
+            os.kill(os.getpid(), self._sent)

