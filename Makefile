@@ -12,7 +12,7 @@ WORKERS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install demo dev test test-services test-serving serving-env browser target fmt check lint types clean
+.PHONY: help install demo dev test test-services test-scale test-serving serving-env browser target fmt check lint types clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,10 +34,13 @@ dev: $(READY)  ## the Dagster UI on 127.0.0.1 with the embedded store (DFLASH_RE
 	$(BIN)/dflash dev
 
 test: $(READY)  ## the fast tests, at most 12 minutes on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services and not serving" --material=$(MATERIAL)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services and not serving and not scale" --material=$(MATERIAL)
 
 test-services: $(READY) browser postgres  ## the running UI in a real browser, the demo from start to end
 	$(BIN)/python -m pytest -m services --material=$(MATERIAL)
+
+test-scale: $(READY)  ## what takes long: SIGKILL at every crash point of a training
+	$(BIN)/python -m pytest -m scale --material=$(MATERIAL)
 
 test-serving: $(READY) $(SERVING_READY)  ## exported drafters in vLLM on the CPU, against our own decoder
 	$(BIN)/python -m pytest -m serving --material=$(MATERIAL)
