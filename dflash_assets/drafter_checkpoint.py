@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from dflash_assets.metadata import GROUP, file_uri
+from dflash_assets.live import observed
+from dflash_assets.metadata import GROUP, file_uri, picture
 from dflash_assets.partitions import NAME as PARTITIONS_NAME
 from dflash_assets.partitions import completion_files
 from dflash_assets.process import run_core
@@ -58,16 +59,19 @@ def drafter_checkpoint(
 ) -> Iterator[dg.AssetMaterialization | dg.MaterializeResult[None]]:
     """Train (or continue) the drafter of the training set."""
     settings = recipe.load()
-    arguments = ["dflash_core.training.launch", "--recipe", recipe.path, "--pipes"]
+    arguments = ["dflash_core.train", "--recipe", recipe.path, "--pipes"]
     if config.training_set is not None:
         arguments += ["--training-set", config.training_set]
     if config.accept_failed_gate:
         arguments.append("--accept-failed-gate")
-    with dg.open_pipes_session(
-        context=context,
-        context_injector=dg.PipesTempFileContextInjector(),
-        message_reader=dg.PipesTempFileMessageReader(),
-    ) as session:
+    with (
+        dg.open_pipes_session(
+            context=context,
+            context_injector=dg.PipesTempFileContextInjector(),
+            message_reader=dg.PipesTempFileMessageReader(),
+        ) as session,
+        observed(context, drafter_checkpoint.key, session),
+    ):
         checkpoint = run_core(arguments, DrafterCheckpoint, session.get_bootstrap_env_vars())
     derived = open_stores(settings).derived
     known = set(context.instance.get_dynamic_partitions(PARTITIONS_NAME))
@@ -102,6 +106,8 @@ def drafter_checkpoint(
             "held-out accepted prefix": round(checkpoint.held_out_accepted_prefix, 3),
             "skipped steps": checkpoint.skipped_steps,
             "skipped rows": checkpoint.skipped_rows,
+            "best step": checkpoint.best_step,
             "metrics": derived.uri(checkpoint.metrics.key),
+            **({} if checkpoint.curve is None else {"learning curve": picture(derived.read(checkpoint.curve))}),
         },
     )

@@ -182,14 +182,16 @@ def train(
     accept_failed_gate: Annotated[
         bool, typer.Option("--accept-failed-gate", help="recorded in the checkpoint")
     ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="write a trace of a few steps")] = False,
 ) -> None:
     """drafter_checkpoint: train, or continue, the drafter of a training set."""
-    from dflash_core.training.launch import main as launch
+    from dflash_core.train import main as launch
 
     open_recipe(recipe)
     arguments = ["--recipe", str(recipe)]
     arguments += ["--training-set", training_set] if training_set else []
     arguments += ["--accept-failed-gate"] if accept_failed_gate else []
+    arguments += ["--profile"] if profile else []
     raise typer.Exit(launch(arguments))
 
 

@@ -212,6 +212,12 @@ class Training(Section):
     validate_every_steps: Positive = 200
     validation_rows: Positive = 256
     """At most this many held-out rows are validated on."""
+    acceptance_every_steps: int = Field(0, ge=0)
+    """Decode a few held-out prompts with the drafter as it is, every so many steps; 0: never. The whole target is then
+    loaded on the first target device, instead of its layers up to the deepest captured one."""
+    acceptance_prompts: Positive = 8
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where numbers go besides the JSON lines; wandb and mlflow need their packages and their own configuration."""
     checkpoint_every_steps: Positive = 200
     keep_checkpoints: Positive = 2
     """The last ones; the one with the longest held-out accepted prefix is kept besides."""

@@ -184,6 +184,8 @@ class DrafterCheckpoint(Record):
     coverage: tuple[FileCoverage, ...]
     skipped_steps: int
     skipped_rows: int
+    curve: StoredObject | None = None
+    """The learning curve, PNG."""
     published_step: int | None = None
     """After which step the weights were taken; None: after the last."""
     best_step: int = 0

@@ -92,9 +92,9 @@ class DrafterDraft:
     ) -> None:
         """
         Args:
-            drafter: in evaluation, on the device and in the dtype of the others.
-            embedding: [V, H], the target's.
-            lm_head: [V, H], the target's.
+            drafter: in evaluation; features are brought to its device and dtype.
+            embedding: [V, H], the target's, on the drafter's device.
+            lm_head: [V, H], the target's, on the drafter's device.
             block_size: K, at most the trained one; None: the trained one.
             temperature: of the proposals where they are drawn.
             zero_features: hide the target's features, to see what they are worth.
@@ -129,8 +129,8 @@ class DrafterDraft:
     def propose(self, anchors: Sequence[int], generators: Generators) -> Proposal:
         tokens = torch.tensor(list(anchors), device=self._embedding.device)[:, None]
         inputs = embed_blocks(self._embedding, tokens, self._drafter.config, self.block_size)
-        hidden = self._drafter.draft(self._context, inputs)
-        logits = hidden[:, 1:] @ self._lm_head.t()
+        hidden = self._drafter.draft(self._context, inputs.to(self._drafter.fc.weight.dtype))
+        logits = hidden[:, 1:].to(self._lm_head.dtype) @ self._lm_head.t()
         if self._temperature == 0 or None in generators:
             return Proposal(logits.argmax(-1), None)
         probabilities = torch.softmax(logits.float() / self._temperature, -1)
@@ -141,7 +141,7 @@ class DrafterDraft:
         self._context.select(rows)
 
     def _seen(self, features: Tensor) -> Tensor:
-        return torch.zeros_like(features) if self._zero else features
+        return (torch.zeros_like(features) if self._zero else features).to(self._drafter.fc.weight)
 
 
 class NgramDraft:

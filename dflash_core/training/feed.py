@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.profiler import record_function
 
 from dflash_core.batches.loader import Batch
 from dflash_core.drafter.anchors import DocumentAnchors, draw_anchors, stack_blocks
@@ -134,7 +135,8 @@ class FeatureFeed:
                 slot.begin(hidden.shape, hidden.dtype)
             slot.put(position, hidden)
 
-        target.capture(ids, sink)
+        with record_function("target"):
+            target.capture(ids, sink)
         slot.finish()
         return slot
 

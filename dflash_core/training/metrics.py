@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from dflash_core.records import Record
@@ -36,6 +37,12 @@ class StepMetrics(Record):
     held_out_loss: float | None = None
     held_out_accepted_prefix: float | None = None
     """Both after steps that validate."""
+    acceptance_length: float | None = None
+    """By draft-and-verify decoding of a few held-out prompts, after steps that probe."""
+
+
+Report = Callable[[StepMetrics], None]
+"""Takes each step once its outcome is known."""
 
 
 class Clock:

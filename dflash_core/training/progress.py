@@ -6,19 +6,21 @@ This is the one module below the asset layer that knows Dagster, through its Pip
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import dagster_pipes
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from dflash_core.training.metrics import StepMetrics
+from dflash_core.training.metrics import Report, StepMetrics
+from dflash_core.training.trackers import scalars
 
 log = logging.getLogger(__name__)
 
-Report = Callable[[StepMetrics], None]
 LINE_EVERY_S = 5.0
+OBSERVED_EVERY_S = 15.0
+"""Each is an event in Dagster's database."""
 
 
 def log_to_stderr() -> None:
@@ -32,7 +34,7 @@ def report_steps(pipes: bool, lead: bool = True) -> Iterator[Report]:
     """A function that shows each step it is given; nothing on ranks that do not lead.
 
     Args:
-        pipes: tell the Dagster run, too; only the lead opens the channel.
+        pipes: tell the Dagster run, too, in its log and as numbers; only the lead opens the channel.
         lead: whether this process leads.
     """
     with ExitStack() as stack:
@@ -44,6 +46,7 @@ def report_steps(pipes: bool, lead: bool = True) -> Iterator[Report]:
         if lead and pipes:
             context = stack.enter_context(dagster_pipes.open_dagster_pipes())
             shown.append(_every(LINE_EVERY_S, lambda metrics: context.log.info(describe(metrics))))
+            shown.append(_every(OBSERVED_EVERY_S, lambda metrics: context.report_custom_message(scalars(metrics))))
 
         def report(metrics: StepMetrics) -> None:
             for show in shown:
@@ -66,6 +69,8 @@ def describe(metrics: StepMetrics) -> str:
     ]
     if metrics.held_out_loss is not None and metrics.held_out_accepted_prefix is not None:
         parts.append(f"held out: loss {metrics.held_out_loss:.3f}, prefix {metrics.held_out_accepted_prefix:.2f}")
+    if metrics.acceptance_length is not None:
+        parts.append(f"acceptance length {metrics.acceptance_length:.2f}")
     return ", ".join(part for part in parts if part)
 
 
@@ -75,7 +80,8 @@ def _every(seconds: float, show: Report) -> Report:
 
     def report(metrics: StepMetrics) -> None:
         nonlocal shown_at
-        special = metrics.held_out_loss is not None or metrics.skipped or metrics.step in (1, metrics.steps)
+        measured = metrics.held_out_loss is not None or metrics.acceptance_length is not None
+        special = measured or metrics.skipped or metrics.step in (1, metrics.steps)
         now = time.monotonic()
         if special or now - shown_at >= seconds:
             shown_at = now
@@ -89,17 +95,20 @@ def _bar() -> Iterator[Report]:
     columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
         task: TaskID | None = None
-        held_out = ""
+        held_out = accepted = ""
 
         def report(metrics: StepMetrics) -> None:
-            nonlocal task, held_out
+            nonlocal task, held_out, accepted
             if task is None:
                 task = progress.add_task("", total=metrics.steps, numbers="")
             if metrics.held_out_accepted_prefix is not None:
                 held_out = f" | held out {metrics.held_out_accepted_prefix:.2f}"
+            if metrics.acceptance_length is not None:
+                accepted = f" | accepted {metrics.acceptance_length:.2f}"
             loss = "skipped" if metrics.loss is None else f"loss {metrics.loss:.3f}"
             numbers = (
-                f"{loss} | prefix {metrics.accepted_prefix:.2f}{held_out} | {metrics.tokens_per_s:,.0f} tok/s | "
+                f"{loss} | prefix {metrics.accepted_prefix:.2f}{held_out}{accepted} | "
+                f"{metrics.tokens_per_s:,.0f} tok/s, {metrics.waiting_share:.0%} waiting | "
                 f"{_duration(metrics.eta_s)} left"
             )
             progress.update(task, completed=metrics.step, numbers=numbers)

@@ -18,12 +18,14 @@ from dflash_core.records import DrafterCheckpoint, FileCoverage, RunPointer
 from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import upload_file
 from dflash_core.training.checkpoint import METRICS, CheckpointFolder, Progress
+from dflash_core.training.curve import learning_curve
 from dflash_core.training.recorder import RemoteCheckpoints, saved_at
 from dflash_core.training.step import COVERAGE_COLUMNS
 
 log = logging.getLogger(__name__)
 
 LATEST = "drafter_checkpoint/latest.json"
+CURVE = "learning_curve.png"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def publish_run(
     final = files.folder / "final"
     final.mkdir(exist_ok=True)
     save_drafter(final, outcome.config, outcome.masters, torch.float32, shard_bytes=1 << 62)
+    curve = final / CURVE
+    curve.write_bytes(learning_curve(files.metrics))
     progress = outcome.progress
     checkpoint = DrafterCheckpoint(
         **made_from,
@@ -92,6 +96,7 @@ def publish_run(
         weights=upload_file(files.store, below + WEIGHTS_FILE, final / WEIGHTS_FILE),
         config=upload_file(files.store, below + CONFIG_FILE, final / CONFIG_FILE),
         metrics=upload_file(files.store, below + METRICS, files.metrics),
+        curve=upload_file(files.store, below + CURVE, curve),
         coverage=_coverage(outcome.coverage, partitions),
         skipped_steps=progress.skipped_steps,
         skipped_rows=progress.skipped_rows,

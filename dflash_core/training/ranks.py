@@ -5,7 +5,6 @@ dies, the kernel kills them. The trade-off: answers travel through files in a se
 neither exit codes nor results.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,8 +22,11 @@ from dflash_core.errors import TrainingStopped, UserError
 from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import DrafterCheckpoint
 from dflash_core.training.agent import die_with_parent
+from dflash_core.training.metrics import Report, StepMetrics
 from dflash_core.training.placement import join
-from dflash_core.training.progress import log_to_stderr, report_steps
+from dflash_core.training.probing import MakeProbe
+from dflash_core.training.profiling import profiled
+from dflash_core.training.progress import report_steps
 from dflash_core.training.run import train_drafter
 from dflash_core.training.trainer import StopRequest
 
@@ -43,6 +45,7 @@ class Job:
     training_set: str | None
     accept_failed_gate: bool
     pipes: bool
+    profile: bool = False
 
 
 class RanksDied(Exception):
@@ -91,11 +94,12 @@ def train_in_ranks(recipe: Recipe, job: Job) -> DrafterCheckpoint:
     with tempfile.TemporaryDirectory(prefix="dflash-train-") as folder:
         session = Session(Path(folder))
         command = [sys.executable, "-m", "dflash_core.training.agent", "--standalone", "--max-restarts=0"]
-        command += [f"--nproc-per-node={ranks}", "-m", "dflash_core.training.ranks"]
+        command += [f"--nproc-per-node={ranks}", "-m", "dflash_core.train"]
         command += ["--recipe", str(job.recipe), "--session", folder]
         command += ["--training-set", job.training_set] if job.training_set else []
         command += ["--accept-failed-gate"] if job.accept_failed_gate else []
         command += ["--pipes"] if job.pipes else []
+        command += ["--profile"] if job.profile else []
         threads = {"OMP_NUM_THREADS": str(recipe.training.placement.threads or 1)}
         process = subprocess.Popen(command, env={**os.environ, **threads}, start_new_session=True)
         try:
@@ -114,7 +118,7 @@ def train_in_ranks(recipe: Recipe, job: Job) -> DrafterCheckpoint:
         return DrafterCheckpoint.model_validate(table)
 
 
-def run_rank(job: Job, session: Session) -> int:
+def run_rank(job: Job, session: Session, make_probe: MakeProbe | None) -> int:
     """One rank's process, under torchrun; returns its exit code. All ranks stop together, so that is no failure."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -122,9 +126,9 @@ def run_rank(job: Job, session: Session) -> int:
     recipe = load_recipe(job.recipe)
     rank, _ = join(recipe.training.placement)
     try:
-        with report_steps(job.pipes, rank == 0) as report:
+        with watching(recipe, job, rank == 0) as report:
             stop = StopRequest(session.stop)
-            checkpoint = train_drafter(recipe, job.training_set, job.accept_failed_gate, report, stop)
+            checkpoint = train_drafter(recipe, job.training_set, job.accept_failed_gate, report, stop, make_probe)
     except TrainingStopped as error:
         if rank == 0:
             write_whole(session.answer, json.dumps({"error": str(error), "stopped": True}))
@@ -140,6 +144,22 @@ def run_rank(job: Job, session: Session) -> int:
     if rank == 0:
         write_whole(session.answer, checkpoint.model_dump_json())
     return 0
+
+
+@contextmanager
+def watching(recipe: Recipe, job: Job, lead: bool) -> Iterator[Report]:
+    """Show the steps, and profile some of them where asked to."""
+    with ExitStack() as stack:
+        reports = [stack.enter_context(report_steps(job.pipes, lead))]
+        if job.profile and lead:
+            trace = recipe.storage.work_dir / "drafter_checkpoint" / f"{recipe.name}.trace.json.gz"
+            reports.append(stack.enter_context(profiled(trace)))
+
+        def report(metrics: StepMetrics) -> None:
+            for each in reports:
+                each(metrics)
+
+        yield report
 
 
 @contextmanager
@@ -176,21 +196,3 @@ def _who_died(failures: dict[int, str], ranks: int) -> str:
         f"training ended because {why}{f' ({noticed})' if noticed else ''}; the checkpoints before are good, the same "
         "command continues from the last"
     )
-
-
-def main() -> int:
-    """What torchrun starts."""
-    log_to_stderr()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=Path, required=True)
-    parser.add_argument("--session", type=Path, required=True)
-    parser.add_argument("--training-set")
-    parser.add_argument("--accept-failed-gate", action="store_true")
-    parser.add_argument("--pipes", action="store_true")
-    given = parser.parse_args()
-    job = Job(given.recipe, given.training_set, given.accept_failed_gate, given.pipes)
-    return run_rank(job, Session(given.session))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

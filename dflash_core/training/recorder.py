@@ -19,8 +19,8 @@ from dflash_core.records import SavedStep
 from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import delete_object, download_file, upload_file
 from dflash_core.training.checkpoint import METRICS, STATE, CheckpointFolder, Damaged, Progress, Snapshot
-from dflash_core.training.metrics import MetricsFile, StepMetrics
-from dflash_core.training.trainer import OnStep, State
+from dflash_core.training.metrics import MetricsFile, Report, StepMetrics
+from dflash_core.training.trainer import State
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class LeadRecorder:
     """The recorder of the lead rank."""
 
     def __init__(
-        self, folder: CheckpointFolder, remote: RemoteCheckpoints, metrics: Path, steps_done: int, on_step: OnStep
+        self, folder: CheckpointFolder, remote: RemoteCheckpoints, metrics: Path, steps_done: int, on_step: Report
     ) -> None:
         self._folder = folder
         self._remote = remote

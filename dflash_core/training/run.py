@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import distributed
 
@@ -33,12 +33,15 @@ from dflash_core.tokenization.fingerprint import fingerprint
 from dflash_core.training.checkpoint import CheckpointFolder, Progress, require_tensors
 from dflash_core.training.failures import readable_failures
 from dflash_core.training.identity import identity, refuse_changed_recipe, run_name
+from dflash_core.training.metrics import Report, StepMetrics
 from dflash_core.training.placement import RankPlacement, join, place
+from dflash_core.training.probing import MakeProbe, Probed
 from dflash_core.training.publish import LATEST, Outcome, RunFiles, choose_weights, publish_run
 from dflash_core.training.recorder import LeadRecorder, RemoteCheckpoints, resume
-from dflash_core.training.setup import make_data, make_feed, make_learner, require_fitting
+from dflash_core.training.setup import make_data, make_learner, make_targets, require_fitting
 from dflash_core.training.step import Learner
-from dflash_core.training.trainer import Follower, OnStep, Recorder, StopRequest, Trainer
+from dflash_core.training.trackers import open_trackers
+from dflash_core.training.trainer import Follower, Recorder, StopRequest, Trainer
 
 log = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
@@ -48,8 +51,9 @@ def train_drafter(
     recipe: Recipe,
     training_set_hash: str | None,
     accept_failed_gate: bool,
-    on_step: OnStep,
+    on_step: Report,
     stop: StopRequest | None = None,
+    make_probe: MakeProbe | None = None,
 ) -> DrafterCheckpoint:
     """Train the drafter the recipe describes, or return its checkpoint if that has been done.
 
@@ -60,6 +64,7 @@ def train_drafter(
         accept_failed_gate: train although the gate failed; recorded in the result.
         on_step: called on the lead rank after each step.
         stop: ask it to end the run early, with a checkpoint.
+        make_probe: makes what measures acceptance during training, where the recipe asks for it; None: nothing does.
 
     Raises:
         GateError: the gate failed and `accept_failed_gate` is not set.
@@ -85,7 +90,7 @@ def train_drafter(
             refuse_changed_recipe(recipe, store, run, made_with)
         checkpoints = CheckpointFolder(folder / "checkpoints", made_with, recipe.training.keep_checkpoints)
         files = RunFiles(store, run, folder, checkpoints, RemoteCheckpoints(store, run))
-        outcome = _train(recipe, training_set, placement, files, on_step, stop or StopRequest())
+        outcome = _train(recipe, training_set, placement, files, Watch(on_step, stop or StopRequest(), make_probe))
         if not placement.lead:
             return _await_manifest(store, run)
         made_from = {
@@ -100,13 +105,20 @@ def train_drafter(
         return publish_run(files, made_from, outcome, [shard.partition for shard in training_set.shards])
 
 
+class Watch(NamedTuple):
+    """Who looks at a training, and who may end it."""
+
+    on_step: Report
+    stop: StopRequest
+    make_probe: MakeProbe | None
+
+
 def _train(
     recipe: Recipe,
     training_set: TrainingSet,
     placement: RankPlacement,
     files: RunFiles,
-    on_step: OnStep,
-    stop: StopRequest,
+    watch: Watch,
 ) -> Outcome:
     """Load everything, continue from the newest checkpoint, train to the end."""
     rows = _on_lead_first(
@@ -117,22 +129,44 @@ def _train(
     require_fitting(rows, config, recipe)
     data = make_data(rows, recipe, config, placement)
     learner = make_learner(recipe, config, placement.drafter, len(training_set.shards))
-    feed = make_feed(recipe, config, placement)
+    make_probe = watch.make_probe if placement.lead and len(data.held_out_rows) else None
+    targets = make_targets(
+        recipe, config, placement, make_probe is not None and recipe.training.acceptance_every_steps > 0
+    )
+    probe = None
+    if make_probe is not None and targets.whole is not None:
+        probe = make_probe(Probed(recipe, targets.whole, learner.drafter, learner.head, rows, data.held_out_rows))
     epochs = data.loader.epoch_steps * recipe.training.epochs
     steps = min(epochs, recipe.training.max_steps or epochs)
     progress = _continue(learner, files, placement)
-    recorder: Recorder = Follower()
-    if placement.lead:
-        recorder = LeadRecorder(files.checkpoints, files.remote, files.metrics, progress.step, on_step)
-    trainer = Trainer(recipe.training, data, feed, learner, recorder, steps)
-    try:
-        progress = trainer.run(progress, stop)
-    finally:
-        recorder.close()
+    with _recorder(recipe, placement, files, progress.step, watch.on_step) as recorder:
+        trainer = Trainer(recipe.training, data, targets.feed, learner, recorder, steps, probe)
+        progress = trainer.run(progress, watch.stop)
     step, masters = progress.step, learner.state()[0]
     if placement.lead:
         step, masters = choose_weights(recipe.training.publish, files, progress, masters)
     return Outcome(progress, config, masters, step, learner.reduced_coverage())
+
+
+@contextmanager
+def _recorder(
+    recipe: Recipe, placement: RankPlacement, files: RunFiles, steps_done: int, on_step: Report
+) -> Iterator[Recorder]:
+    """The lead's writes metrics and checkpoints, tells the trackers and shows each step; the others' does nothing."""
+    if not placement.lead:
+        yield Follower()
+        return
+    with open_trackers(recipe.training.trackers, files.run, files.folder, steps_done) as track:
+
+        def report(metrics: StepMetrics) -> None:
+            track(metrics)
+            on_step(metrics)
+
+        recorder = LeadRecorder(files.checkpoints, files.remote, files.metrics, steps_done, report)
+        try:
+            yield recorder
+        finally:
+            recorder.close()
 
 
 def _continue(learner: Learner, files: RunFiles, placement: RankPlacement) -> Progress:

@@ -2,9 +2,12 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from dflash_core.batches.cache import RowStore
 from dflash_core.batches.loader import Loader, Shape, held_out_batches, split_rows
@@ -19,7 +22,7 @@ from dflash_core.recipe import Recipe
 from dflash_core.training.feed import FeatureFeed, Preparation
 from dflash_core.training.placement import RankPlacement, step_group
 from dflash_core.training.step import Learner, rules
-from dflash_core.training.target import load_target
+from dflash_core.training.target import Target, load_frozen, load_target
 from dflash_core.training.trainer import Data
 
 
@@ -44,6 +47,7 @@ def make_data(rows: RowStore, recipe: Recipe, config: DrafterConfig, placement: 
         Preparation(
             recipe.seed, training.anchors, config.block_size, training.vocabulary_chunk_rows, placement.on_gpus
         ),
+        split.held_out,
     )
 
 
@@ -65,11 +69,33 @@ def make_learner(recipe: Recipe, config: DrafterConfig, device: torch.device, fi
     return Learner(drafter.to(device), head, how, files, step_group(recipe.training.placement))
 
 
-def make_feed(recipe: Recipe, config: DrafterConfig, placement: RankPlacement) -> FeatureFeed:
-    """This rank's targets, and slots between them and the drafter."""
+class Targets(NamedTuple):
+    """The targets of this rank."""
+
+    feed: FeatureFeed
+    whole: nn.Module | None
+    """The first one as a causal LM, where it was asked for."""
+
+
+def make_targets(recipe: Recipe, config: DrafterConfig, placement: RankPlacement, whole: bool) -> Targets:
+    """This rank's targets, and slots between them and the drafter.
+
+    Args:
+        recipe: names the target.
+        config: which layers are captured.
+        placement: where the targets run.
+        whole: load the first one with all its layers and lm_head; the features are the same, bit for bit.
+    """
     dtype = getattr(torch, recipe.target.dtype)
-    targets = [load_target(recipe.target.path, config.target_layer_ids, dtype, device) for device in placement.targets]
-    return FeatureFeed(targets, placement.drafter, placement.slots_per_target)
+    first: Any = None
+    targets = []
+    for device in placement.targets:
+        if whole and first is None:
+            first = load_frozen(AutoModelForCausalLM, recipe.target.path, dtype).eval().to(device)
+            targets.append(Target(first.get_decoder(), config.target_layer_ids, device))
+        else:
+            targets.append(load_target(recipe.target.path, config.target_layer_ids, dtype, device))
+    return Targets(FeatureFeed(targets, placement.drafter, placement.slots_per_target), first)
 
 
 def require_fitting(rows: RowStore, config: DrafterConfig, recipe: Recipe) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import distributed
+from torch.profiler import record_function
 
 from dflash_core.drafter.model import Drafter, embed_blocks
 from dflash_core.drafter.objective import LossSums, SlotWeights, block_loss
@@ -154,9 +155,11 @@ class Learner:
         sums = self._loss(work, features, usable)
         if work.batch.last and self._reduction is not None:
             self._reduction.arm()
-        sums.loss.backward()  # type: ignore[no-untyped-call]
+        with record_function("backward"):
+            sums.loss.backward()  # type: ignore[no-untyped-call]
         self._count(work, sums, usable)
 
+    @record_function("update")
     def update(self, learning_rate: float, stop: bool) -> Outcome:
         """Finish the step; every rank calls it, also one that had no row."""
         self._counted[Sums._fields.index("stop")] = float(stop)
@@ -209,9 +212,11 @@ class Learner:
         with torch.autocast(self.device.type, self.rules.autocast, enabled=self.rules.autocast is not None):
             if self.rules.autocast is None:
                 features, slots = features.to(dtype), slots.to(dtype)
-            hidden = self.drafter(features, work.positions, slots, work.blocks)
+            with record_function("drafter"):
+                hidden = self.drafter(features, work.positions, slots, work.blocks)
         hidden = torch.where(usable[:, None, None], hidden, 0.0)  # no gradient from rows without features
-        return block_loss(hidden, self.head.lm_head, work.targets, self.rules.weights)
+        with record_function("objective"):
+            return block_loss(hidden, self.head.lm_head, work.targets, self.rules.weights)
 
     @torch.no_grad()
     def _count(self, work: Work, sums: LossSums, usable: torch.Tensor) -> None:

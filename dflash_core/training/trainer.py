@@ -15,11 +15,13 @@ import torch
 from torch import distributed
 
 from dflash_core.batches.loader import Batch, Loader, Prefetch
+from dflash_core.batches.order import Rows
 from dflash_core.errors import TrainingStopped, UserError
 from dflash_core.recipe import Training
 from dflash_core.training.checkpoint import Progress
 from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
 from dflash_core.training.metrics import Clock, StepMetrics, accepted_prefix, mean_loss
+from dflash_core.training.probing import Probe
 from dflash_core.training.schedule import learning_rate
 from dflash_core.training.step import Learner, Outcome, Sums
 
@@ -76,13 +78,23 @@ class Pending(NamedTuple):
     outcome: Outcome
 
 
+class Measured(NamedTuple):
+    """What was measured on held-out rows after a step; None: nothing was."""
+
+    held_out: Sums | None
+    acceptance_length: float | None
+
+
 @dataclass(frozen=True)
 class Data:
     """Where a rank's micro-batches come from."""
 
     loader: Loader
     held_out: list[Batch]
+    """What is validated on."""
     preparation: Preparation
+    held_out_rows: Rows
+    """All that training never sees, of every rank."""
 
     def works(self, batches: Iterable[Batch]) -> Iterator[Work]:
         """Prepared micro-batches."""
@@ -93,14 +105,23 @@ class Trainer:
     """One rank's loop. All ranks take every decision from the same reduced numbers, so they never disagree."""
 
     def __init__(
-        self, training: Training, data: Data, feed: FeatureFeed, learner: Learner, recorder: Recorder, steps: int
+        self,
+        training: Training,
+        data: Data,
+        feed: FeatureFeed,
+        learner: Learner,
+        recorder: Recorder,
+        steps: int,
+        probe: Probe | None = None,
     ) -> None:
+        """`probe`: the lead's, which measures the acceptance length every `acceptance_every_steps`; None: nobody's."""
         self.training = training
         self.data = data
         self.feed = feed
         self.learner = learner
         self.recorder = recorder
         self.steps = steps
+        self.probe = probe
         self.progress = Progress()
         self._pending: deque[Pending] = deque()
         self._clock = Clock()
@@ -135,9 +156,11 @@ class Trainer:
         end = done == self.steps
         validate = end or done % self.training.validate_every_steps == 0
         save = end or done % self.training.checkpoint_every_steps == 0
-        self._read(0 if validate or save else 1, validate, waited_s)
+        every = self.training.acceptance_every_steps
+        probe = every > 0 and (end or done % every == 0)
+        self._read(0 if validate or save or probe else 1, waited_s, validate, probe)
         if self._stop_agreed and not end:
-            self._read(0, False, waited_s)
+            self._read(0, waited_s)
             self._save_for_sure()
             raise TrainingStopped(
                 f"training stopped after step {self.progress.step} of {self.steps}; a checkpoint was saved, the same "
@@ -148,14 +171,17 @@ class Trainer:
         elif save:
             self._save()
 
-    def _read(self, leave: int, validate: bool, waited_s: float) -> None:
+    def _read(self, leave: int, waited_s: float, validate: bool = False, probe: bool = False) -> None:
+        """Take in the outcomes of all steps but the last `leave`; measure after the very last."""
         while len(self._pending) > leave:
             pending = self._pending.popleft()
             sums = pending.outcome.read()
-            held_out = self.validate() if validate and not self._pending else None
-            self._advance(pending, sums, held_out, waited_s)
+            last = not self._pending
+            held_out = self.validate() if validate and last else None
+            acceptance = self.measure_acceptance() if probe and last else None
+            self._advance(pending, sums, Measured(held_out, acceptance), waited_s)
 
-    def _advance(self, pending: Pending, sums: Sums, held_out: Sums | None, waited_s: float) -> None:
+    def _advance(self, pending: Pending, sums: Sums, measured: Measured, waited_s: float) -> None:
         """Enter a finished step into progress and metrics.
 
         Raises:
@@ -163,6 +189,7 @@ class Trainer:
         """
         seconds, waiting = self._clock.lap(waited_s)
         before, skipped = self.progress, sums.finite == 0.0
+        held_out = measured.held_out
         done = pending.step + 1
         self._stop_agreed = self._stop_agreed or sums.stop > 0
         self.progress = replace(
@@ -197,6 +224,7 @@ class Trainer:
                 eta_s=self._clock.eta_s(self.steps - done),
                 held_out_loss=mean_loss(held_out) if held_out else None,
                 held_out_accepted_prefix=accepted_prefix(held_out) if held_out else None,
+                acceptance_length=measured.acceptance_length,
             )
         )
         self._refuse_bad(sums)
@@ -226,6 +254,12 @@ class Trainer:
         self.learner.drafter.train()
         sums = self.learner.evaluated()
         return sums if sums.weight > 0 or math.isnan(sums.weight) else None
+
+    def measure_acceptance(self) -> float | None:
+        """The lead decodes, the others wait; None on them, and where the lead has no probe."""
+        acceptance = None if self.probe is None else self.probe()
+        self._await_lead()
+        return acceptance
 
     def _flush(self) -> None:
         """No rank goes on before the lead's checkpoint is safe: the first to end may take the others with it."""
@@ -263,6 +297,3 @@ class Follower:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-OnStep = Callable[[StepMetrics], None]

@@ -1,6 +1,8 @@
 """Training as processes: exit codes, signals, several ranks, and no survivor."""
 
+import gzip
 import json
+import logging
 import os
 import re
 import signal
@@ -16,7 +18,7 @@ import pytest
 from dflash_core.recipe import Recipe
 from dflash_core.records import CommandFailure, DrafterCheckpoint
 from dflash_core.storage.store import Store
-from dflash_core.training.launch import main
+from dflash_core.train import main
 from tests.training.conftest import put_training_set, random_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +51,7 @@ def start(tmp_path: Path) -> Start:
     """Start a launch in a session of its own, as the asset layer does."""
 
     def run(recipe: Path, *arguments: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "dflash_core.training.launch", "--recipe", str(recipe)]
+        command = [sys.executable, "-m", "dflash_core.train", "--recipe", str(recipe)]
         return subprocess.Popen(
             [*command, "--result", str(tmp_path / "result.json"), *arguments],
             cwd=ROOT,
@@ -133,6 +135,18 @@ def test_a_signal_saves_and_exits_75_and_the_same_command_continues(
         assert "Traceback" not in errors
         assert steps_written(tmp_path) > before + 3
     assert "continuing from the checkpoint" in errors
+
+
+def test_a_profile_is_written_and_says_what_the_step_is_made_of(
+    s3: Store, write_recipe: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_training_set(s3, {"file0": random_rows(0, 20)})
+    caplog.set_level(logging.INFO)
+    assert main(["--recipe", str(write_recipe(max_steps=9)), "--profile"]) == 0
+    told = re.search(r"profile of 4 steps: target \d+%, drafter \d+%, objective \d+%.*: (\S+)$", caplog.text, re.M)
+    assert told is not None, caplog.text
+    events = json.loads(gzip.decompress(Path(told.group(1)).read_bytes()))["traceEvents"]
+    assert {"target", "drafter", "objective", "backward", "update"} <= {event.get("name") for event in events}
 
 
 @pytest.mark.parametrize("ranks", [2])

@@ -1,0 +1,43 @@
+"""Numbers of a running training in Dagster while it runs: each report of the process becomes an observation.
+
+The trade-off: an observation is an event in Dagster's database, so the process reports seldom, not every step.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import dagster as dg
+
+POLL_S = 2.0
+
+
+@contextmanager
+def observed(context: dg.AssetExecutionContext, asset_key: dg.AssetKey, session: dg.PipesSession) -> Iterator[None]:
+    """While the context lasts, log the session's custom messages (tables of numbers) as observations of the asset."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        seen = 0
+        while True:
+            last = ended.wait(POLL_S)
+            messages = list(session.get_custom_messages())
+            for message in messages[seen:]:
+                context.log_event(dg.AssetObservation(asset_key, metadata=_readable(message)))
+            seen = len(messages)
+            if last:
+                return
+
+    thread = threading.Thread(target=follow, name="observations", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _readable(numbers: dict[str, Any]) -> dict[str, float]:
+    """Names as people write them: held_out/loss is "held out loss"."""
+    return {name.replace("/", " ").replace("_", " "): float(value) for name, value in numbers.items()}

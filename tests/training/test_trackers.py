@@ -1,0 +1,105 @@
+"""Trackers: each package for real, offline; a continued run continues its curve; a missing package is one sentence."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dflash_core.errors import RecipeError
+from dflash_core.training.metrics import StepMetrics
+from dflash_core.training.trackers import open_trackers, scalars
+
+RUN = "tiny-0123456789ab"
+
+
+def metrics(step: int, loss: float | None = 2.0) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        steps=9,
+        epoch=0,
+        loss=loss,
+        accepted_prefix=1.5,
+        slot_accuracy=(0.5, 0.25),
+        learning_rate=1e-3,
+        grad_norm=None if loss is None else 0.7,
+        rows=4,
+        tokens=100,
+        skipped=loss is None,
+        bad_rows=0,
+        tokens_per_s=50.0,
+        waiting_share=0.1,
+        eta_s=3.0,
+        held_out_loss=1.9 if step == 3 else None,
+        held_out_accepted_prefix=1.7 if step == 3 else None,
+        acceptance_length=1.6 if step == 3 else None,
+    )
+
+
+def tracked(name: str, folder: Path, steps: range, lost: int | None = None) -> None:
+    with open_trackers([name], RUN, folder, steps.start - 1) as track:
+        for step in steps:
+            track(metrics(step, None if step == lost else float(step)))
+
+
+def test_every_number_has_a_name_and_what_was_not_measured_is_absent() -> None:
+    assert set(scalars(metrics(3))) - set(scalars(metrics(2))) == {
+        "held_out/loss",
+        "held_out/accepted_prefix",
+        "held_out/acceptance_length",
+    }
+    assert set(scalars(metrics(2))) - set(scalars(metrics(2, None))) == {"train/loss", "train/grad_norm"}
+    assert scalars(metrics(2))["slot_accuracy/02"] == 0.25
+    assert {"train/learning_rate", "speed/tokens_per_s", "speed/waiting_share"} <= set(scalars(metrics(2)))
+
+
+def test_tensorboard_files_hold_the_curve_and_a_continued_run_replaces_what_was_lost(tmp_path: Path) -> None:
+    tracked("tensorboard", tmp_path, range(1, 5))
+    tracked("tensorboard", tmp_path, range(4, 7))  # the run continues from a checkpoint of step 3
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(s, float(s)) for s in range(1, 7)]
+    assert [e.step for e in events.Scalars("held_out/acceptance_length")] == [3]
+
+
+def test_wandb_offline_keeps_the_run_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(key, value)
+    tracked("wandb", tmp_path, range(1, 4))
+    (file,) = tmp_path.rglob("*.wandb")
+    body = file.read_bytes()
+    assert RUN in file.name
+    assert b"held_out/acceptance_length" in body
+
+
+def test_mlflow_keeps_one_run_over_a_continuation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow: Any = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    tracked("mlflow", tmp_path, range(1, 3))
+    tracked("mlflow", tmp_path, range(3, 6), lost=4)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("dflash").experiment_id])
+    assert run.info.run_name == RUN
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow", "mlflow-skinny"),
+        ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named(
+    name: str, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError):
+        importlib.import_module(module)
+    with pytest.raises(RecipeError, match=f"needs the package {package}, which is not installed"):
+        tracked(name, tmp_path, range(1, 2))
