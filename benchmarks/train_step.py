@@ -1,11 +1,13 @@
-"""One training step against the plain formulation: time and peak memory, on the CPU.
+"""One training step against the plain formulation: time and peak memory, on the CPU; on CUDA how fast a training runs.
 
-    python benchmarks/train_step.py [--json OUT] [--steps 3] [--threads 1] [--small]
+    python benchmarks/train_step.py [--json OUT] [--steps 3] [--threads 1] [--small] [--specforge CHECKOUT]
+    python benchmarks/train_step.py --device cuda:0 [--drafter-device cuda:1]     tokens/s, MFU, overlap and waiting
 
 Plain means what one writes first: anchors as drawn, one dense mask built anew each step, all logits at once. Both run
 on the same weights, anchors and inputs in one process; loss and gradients are compared before anything is timed. Memory
 is measured in a fresh process each: the peak of resident memory minus what was resident before, the head's weight
-excluded. Sizes: H 576, S 1024, N 128, K 16, V 248,320 (`--small`: V 8,192).
+excluded. Sizes: H 576, S 1024, N 128, K 16, V 248,320 (`--small`: V 8,192). With `--specforge` its own module runs the
+same step (`vs_specforge`: its time / ours); with `--device` the published drafter trains on a random target.
 """
 
 # ruff: noqa: E402 - the folder holds a tokenize.py, which must not hide the standard library's: it leaves the path
@@ -22,7 +24,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel
 
+from benchmarks.pipeline import PUBLISHED, TINY, make_world, overlap_share, run_steps, utilisation
+from benchmarks.specforge_step import specforge_step
 from dflash_core.drafter import model
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter, embed_blocks
@@ -227,6 +231,33 @@ def shares(case: Case) -> dict[str, float]:
     return {name: round(value / sum(times.values()), 3) for name, value in times.items()}
 
 
+def versus_specforge(case: Case, checkout: Path, steps: int) -> dict[str, float]:
+    """SpecForge's step, its time as a multiple of ours measured right beside it; the losses must agree."""
+    theirs = specforge_step(checkout, case, WEIGHTS.gamma)
+    ours = our_step(case)
+    losses = [float(step().detach()) for step in (ours, theirs)]
+    if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[0]):
+        raise SystemExit(f"not the same step: our loss {losses[0]}, SpecForge's {losses[1]}")
+    times = [seconds(step, steps) for step in (ours, theirs)]
+    return {"specforge_step_s": round(times[1], 3), "vs_specforge": round(times[1] / times[0], 3)}
+
+
+def training_speed(target: torch.device, drafter: torch.device, small: bool) -> dict[str, object]:
+    """The steady loop at the published drafter's shape (`small`: tiny)."""
+    world = make_world(TINY if small else PUBLISHED, target, drafter)
+    run = run_steps(world, 3, 10)
+    return {
+        "sizes": asdict(world.sizes),
+        "machine": torch.cuda.get_device_name(drafter) if drafter.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "step_s": round(run.seconds, 4),
+        "tokens_per_s": round(world.sizes.tokens / run.seconds, 1),
+        "mfu": utilisation(world, run.seconds),
+        "waiting_share": round(run.waiting_share, 4),
+        **overlap_share(world, 4),
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -234,12 +265,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--small", action="store_true", help=f"a vocabulary of {V_SMALL:,}: seconds, not minutes")
+    parser.add_argument("--specforge", type=Path, metavar="DIR", help="a checkout of SpecForge to compare with")
+    parser.add_argument("--device", type=torch.device, help="measure a whole training there: cuda:0 (or cpu)")
+    parser.add_argument("--drafter-device", type=torch.device, help="another GPU for the drafter")
     parser.add_argument("--objective", choices=["ours", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--vocabulary", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.objective:
         print(objective_bytes(given.objective, given.vocabulary))
+        return
+    if given.device is not None:
+        answer(training_speed(given.device, given.drafter_device or given.device, given.small), given.json)
         return
     vocabulary = V_SMALL if given.small else V
     memory = {kind: in_fresh_process(kind, vocabulary) for kind in ("ours", "plain")}
@@ -256,10 +293,16 @@ def main() -> None:
         "objective_memory_ratio": round(memory["ours"] / memory["plain"], 3),
         "context_tokens_per_s": round(S / times["ours"], 1),
         "share_of_step": shares(case),
+        **({} if given.specforge is None else versus_specforge(case, given.specforge, given.steps)),
     }
+    answer(report, given.json)
+
+
+def answer(report: dict[str, object], file: Path | None) -> None:
+    """Print the numbers and write them to the file."""
     print(json.dumps(report, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf8")
+    if file is not None:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,238 @@
+"""Everything that only a GPU can show, in one run of at most six minutes on one GPU.
+
+    python benchmarks/gpu_check.py [--device cuda:0] [--drafter-device cuda:1] [--json OUT]
+    python benchmarks/gpu_check.py --device cpu --tiny          the same logic where there is no GPU; proves nothing
+
+Checks: compiled flex attention equals SDPA forward and backward; no host sync in the steady step; memory of the
+objective at V 248,320 against the plain formulation; the published drafter shape on a 1 B-class random target: a
+falling loss, tokens/s, MFU, waiting share, and how much of the target hides behind the drafter.
+"""
+
+# ruff: noqa: E402 - the folder holds a tokenize.py, which must not hide the standard library's: it leaves the path
+import sys
+from os.path import dirname
+
+sys.path[0] = dirname(dirname(__file__)) if __name__ == "__main__" else sys.path[0]
+
+import argparse
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from benchmarks.pipeline import (
+    PUBLISHED,
+    TINY,
+    Sizes,
+    make_world,
+    model_flops,
+    overlap_share,
+    run_steps,
+    synchronize,
+    utilisation,
+)
+from dflash_core.drafter.objective import SlotWeights, block_loss, slot_targets
+from dflash_core.drafter.visibility import Blocks, FlexAttention, SdpaAttention, block_mask
+
+FLEX_BOUND = 2e-3
+"""On the largest difference in fp32; CUDA's fp32 products may use TF32 inside the flex kernel."""
+MEMORY_BOUND = 0.25
+Checked = dict[str, Any]
+"""`passed` (None: cannot be said on this device) and numbers."""
+
+
+def random_blocks(source: random.Random, N: int, S: int, documents: int) -> Blocks:
+    """One row of packed documents with sorted anchors, the last eighth of the blocks padding."""
+    bounds = [0, *sorted(source.sample(range(1, S), documents - 1)), S]
+    real = N - N // 8
+    rows = []
+    for anchor in sorted(source.randrange(S) for _ in range(real)):
+        document = max(i for i in range(documents) if bounds[i] <= anchor)
+        rows.append((anchor, bounds[document], bounds[document + 1], 1))
+    table = torch.tensor([rows + [(0, 0, 0, 0)] * (N - real)])
+    return Blocks(table[..., 0], table[..., 1], table[..., 2], table[..., 3] > 0)
+
+
+def flex_equals_sdpa(device: torch.device, tiny: bool) -> Checked:
+    """Values and gradients over full, windowed and packed masks; on a CPU flex has no backward, values only."""
+    source, cuda = random.Random(0), device.type == "cuda"
+    S, N, K, heads, D = (150, 16, 8, 4, 16) if tiny else (2048, 128, 16, 8, 128)
+    worst = {"value": 0.0, "gradient": 0.0}
+    for window, documents in ((None, 1), (None, 4), (S // 3, 1), (S // 3, 3)):
+        blocks = random_blocks(source, N, S, documents).to(device)
+        shapes = ((heads, N * K), (heads // 2, S + N * K), (heads // 2, S + N * K))
+        inputs = [torch.randn(1, h, n, D, device=device, requires_grad=cuda) for h, n in shapes]
+        query, key, value = inputs
+        outputs = [
+            # Inductor has no flex for a CPU with such a mask; eager it is slow and right.
+            FlexAttention(blocks, (S, K), [window])(query, key, value, window)
+            if cuda
+            else flex_attention(query, key, value, block_mask=block_mask(blocks, (S, K), window), enable_gqa=True),
+            SdpaAttention(blocks, (S, K), [window])(query, key, value, window),
+        ]
+        worst["value"] = max(worst["value"], float((outputs[0] - outputs[1]).detach().abs().max()))
+        if cuda:
+            seed = torch.randn_like(outputs[0])
+            ours, theirs = (torch.autograd.grad((out * seed).sum(), inputs) for out in outputs)
+            difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
+            worst["gradient"] = max(worst["gradient"], difference)
+        assert outputs[0][:, :, -(N // 8) * K :].abs().max() == 0, "padding blocks must give zeros"
+    return {"passed": max(worst.values()) < FLEX_BOUND, **worst, "gradient_compared": cuda}
+
+
+def no_sync(device: torch.device, tiny: bool) -> Checked:
+    """Steady steps with every host sync made an error; the outcome that is read one step late waits for an event."""
+    sizes = TINY if tiny else Sizes(32_768, 1024, 3072, 16, 8, 64, 4, 3, 3, 512, 1024, 128, 16)
+    world = make_world(sizes, device, device)
+    try:
+        run = run_steps(world, 3, 5, lambda: _forbid_syncs(device))
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return {"passed": False, "sync": str(error).splitlines()[0]}
+    finally:
+        _allow_syncs(device)
+    return {"passed": True if device.type == "cuda" else None, "step_s": run.seconds}
+
+
+def _forbid_syncs(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+
+
+def _allow_syncs(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def objective_memory(device: torch.device, tiny: bool) -> Checked:
+    """Peak memory above what is there before, forward and backward; N 128, K 16, V 248,320, bf16 head."""
+    V, H, N, K, S = (997, 32, 16, 8, 200) if tiny else (248_320, 1024, 128, 16, 4096)
+    blocks = random_blocks(random.Random(0), N, S - K, 1)
+    ids = torch.randint(V, (1, S))
+    targets = slot_targets(ids, torch.ones_like(ids) > 0, blocks, K, 256).to(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    head = torch.randn(V, H, device=device, dtype=dtype) * 0.02
+    hidden = torch.randn(1, N * K, H, device=device, requires_grad=True)
+    weights = SlotWeights("decay", 7.0)
+
+    def ours() -> Tensor:
+        sums = block_loss(hidden, head, targets, weights)
+        return sums.loss / sums.weight
+
+    def plain() -> Tensor:
+        slot = targets.row % K
+        weight = torch.exp((1 - slot) / weights.gamma)
+        logits = (hidden.flatten(0, 1).to(dtype) @ head.t()).float()
+        ce = F.cross_entropy(logits[targets.row], targets.label, reduction="none")
+        return (weight * ce).sum() / weight.sum()
+
+    losses = [float(form().detach()) for form in (ours, plain)]
+    peaks = [_peak_bytes(device, form) for form in (ours, plain)]
+    ratio = peaks[0] / peaks[1] if peaks[1] else math.nan
+    same = abs(losses[0] / losses[1] - 1) < 1e-2
+    return {
+        "passed": same if device.type == "cpu" else same and ratio <= MEMORY_BOUND,
+        "losses": losses,
+        "peak_mb": [round(peak / 1e6, 1) for peak in peaks],
+        "ratio": None if math.isnan(ratio) else round(ratio, 4),
+    }
+
+
+def _peak_bytes(device: torch.device, form: Callable[[], Tensor]) -> int:
+    if device.type != "cuda":
+        form().backward()  # type: ignore[no-untyped-call]
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    form().backward()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def published_shape(device: torch.device, tiny: bool, drafter_device: torch.device) -> Checked:
+    """Train some steps; on one device nothing can overlap, so the share counts only between two."""
+    world = make_world(TINY if tiny else PUBLISHED, device, drafter_device)
+    run = run_steps(world, 3, 6 if tiny else 10)
+    overlap = overlap_share(world, 4)
+    synchronize(world)
+    finite = all(math.isfinite(loss) for loss in run.losses)
+    fell = run.losses[-1] < run.losses[0]
+    hidden = device == drafter_device or device.type == "cpu" or overlap["overlap_share"] > 0.5
+    cuda = drafter_device.type == "cuda"
+    return {
+        "passed": finite and fell and hidden,
+        "parameters": sum(p.numel() for p in world.learner.drafter.parameters()),
+        "losses": [round(loss, 4) for loss in run.losses],
+        "tokens_per_s": round(world.sizes.tokens / run.seconds, 1),
+        "mfu": utilisation(world, run.seconds),
+        "flops": model_flops(world),
+        "waiting_share": round(run.waiting_share, 4),
+        "peak_gb": round(torch.cuda.max_memory_allocated(drafter_device) / 1e9, 2) if cuda else None,
+        **{name: round(value, 4) for name, value in overlap.items()},
+    }
+
+
+def check(device: torch.device, tiny: bool, drafter_device: torch.device) -> Checked:
+    """All checks, each with its time; a check that raises is a failed one."""
+    checks: dict[str, Callable[[], Checked]] = {
+        "flex_equals_sdpa": lambda: flex_equals_sdpa(device, tiny),
+        "no_sync": lambda: no_sync(device, tiny),
+        "objective_memory": lambda: objective_memory(device, tiny),
+        "published_shape": lambda: published_shape(device, tiny, drafter_device),
+    }
+    results: Checked = {}
+    for name, run in checks.items():
+        began = time.perf_counter()
+        try:
+            results[name] = run()
+        except (RuntimeError, AssertionError) as error:
+            results[name] = {"passed": False, "error": str(error)[:2000]}
+        results[name]["seconds"] = round(time.perf_counter() - began, 1)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def main() -> int:
+    """Check, print, exit 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda:0", help="of the target, and of everything where there is one")
+    parser.add_argument("--drafter-device", help="another GPU for the drafter; default: the same")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    given = parser.parse_args()
+    if given.device.startswith("cuda") and not torch.cuda.is_available():
+        print("there is no CUDA device here; run on a machine with one, or try the logic: --device cpu --tiny")
+        return 2
+    if given.tiny:
+        torch.set_num_threads(1)
+    device = torch.device(given.device)
+    cuda = device.type == "cuda"
+    results = check(device, given.tiny, torch.device(given.drafter_device or device))
+    report = {
+        "machine": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()}, no GPU: proves nothing",
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "passed": all(result["passed"] is not False for result in results.values()),
+        "checks": results,
+    }
+    print(json.dumps(report, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf8")
+    return 0 if report["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

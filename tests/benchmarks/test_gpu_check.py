@@ -1,0 +1,44 @@
+"""The checks for GPUs, on a CPU with tiny sizes: their logic runs, and where there is no GPU they say so."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def gpu_check(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "benchmarks/gpu_check.py", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_every_check_runs_on_a_cpu_and_claims_nothing_it_cannot_see(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = gpu_check("--device", "cpu", "--tiny", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert "proves nothing" in report["machine"]
+    checks = report["checks"]
+    assert set(checks) == {"flex_equals_sdpa", "no_sync", "objective_memory", "published_shape"}
+    assert checks["flex_equals_sdpa"]["passed"] is True
+    assert checks["flex_equals_sdpa"]["value"] < 1e-5
+    assert checks["flex_equals_sdpa"]["gradient_compared"] is False
+    assert checks["no_sync"]["passed"] is None
+    assert checks["objective_memory"]["losses"][0] == pytest.approx(checks["objective_memory"]["losses"][1], rel=1e-5)
+    shape = checks["published_shape"]
+    assert shape["losses"][-1] < shape["losses"][0]
+    assert shape["mfu"] is None
+    assert shape["flops"] > 6 * shape["parameters"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused_with_one_sentence() -> None:
+    done = gpu_check()
+    assert done.returncode == 2
+    assert done.stdout.count("\n") == 1
+    assert "no CUDA device here" in done.stdout
+    assert "Traceback" not in done.stderr
