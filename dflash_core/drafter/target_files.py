@@ -159,7 +159,7 @@ def tokenizer_sha256(recipe: Recipe) -> str:
     file = recipe.tokenizer_path / "tokenizer.json"
     if not file.is_file():
         raise RecipeError(f"{file} does not exist; give a tokenizer in Hugging Face form")
-    return sha256_file(file)
+    return sha256_files([file])[0]
 
 
 def check_tokenizer(trained_with: str, recipe: Recipe, what: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dflash_core.evaluation.acceptance import acceptance_length, add
 from dflash_core.evaluation.decode import Sampling, decode
 from dflash_core.evaluation.drafts import DrafterDraft
-from dflash_core.evaluation.evaluate import held_out_prompts
+from dflash_core.evaluation.prompts import held_out_prompts
 from dflash_core.evaluation.target import VerifyingTarget
 from dflash_core.training.probing import Probed
 
@@ -32,7 +32,7 @@ def acceptance_probe(given: Probed) -> Callable[[], float]:
 
     def measure() -> float:
         drafter.eval()
-        generations = decode(target, draft, prompts, sampling, batch=len(prompts))
+        generations = decode(target, draft, [prompt.ids for prompt in prompts], sampling, batch=len(prompts))
         drafter.train()
         target.begin()  # no cache outlives the probe
         draft.begin()

@@ -16,14 +16,8 @@ from torch import distributed
 
 from dflash_core import TRAINING_VERSION
 from dflash_core.batches.cache import open_rows
-<<<<<<< HEAD
-from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config, tokenizer_mask_id
-from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, save_drafter
-from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
-=======
 from dflash_core.drafter.config import drafter_config, read_target_config, tokenizer_mask_id
-from dflash_core.drafter.target_files import target_fingerprint
->>>>>>> 3e868b6 (Refuse a changed recipe beside an unfinished run; keep the best checkpoint; overlap the all-reduce)
+from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
 from dflash_core.recipe import Recipe

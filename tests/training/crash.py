@@ -88,7 +88,7 @@ def interrupt(recipe: Recipe, training_set: str, first: int, second: int = 0) ->
 def _interrupted(recipe: Recipe, training_set: str, points: tuple[int, int], sender: Any) -> None:
     torch.set_num_threads(1)
     stop = StopRequest()
-    count = _Crossings(*points, sent=signal.SIGTERM, arrived=lambda: stop.asked)
+    count = Crossings(*points, sent=signal.SIGTERM, arrived=lambda: stop.asked)
     os.fsync = count.around(os.fsync)
     os.rename = count.around(os.rename)
     os.replace = count.around(os.replace)
@@ -101,11 +101,9 @@ def _interrupted(recipe: Recipe, training_set: str, points: tuple[int, int], sen
     sender.send((count.crossed, ""))
 
 
-class _Crossings:
-<<<<<<< HEAD
-    def __init__(self, *deadly: int, signal_: int = signal.SIGKILL) -> None:
->>>>>>> 3e868b6 (Refuse a changed recipe beside an unfinished run; keep the best checkpoint; overlap the all-reduce)
-=======
+class Crossings:
+    """Wraps functions; the process dies, or is told to stop, before or after the n-th call of any of them."""
+
     def __init__(
         self, first: int, second: int = 0, sent: int = signal.SIGKILL, arrived: Callable[[], bool] = lambda: True
     ) -> None:
