@@ -144,6 +144,19 @@ def test_a_warm_start_continues_where_the_other_drafter_was(
         trained(recipe.model_copy(update={"drafter": narrow}), frozen)
 
 
+def test_switches_of_the_recipe_reach_the_drafter(make_recipe: Callable[..., Recipe], frozen: TrainingSet) -> None:
+    """Gradient checkpointing changes no bit; a sliding window is another network."""
+    plain, checkpointed = make_recipe(max_steps=3), make_recipe(max_steps=3, gradient_checkpointing=True)
+    window = {"sliding_layers": 1, "sliding_window": 5}
+    sliding = plain.model_copy(update={"drafter": plain.drafter.model_copy(update=window)})
+    recipes = {"plain": plain, "checkpointed": checkpointed, "sliding": sliding}
+    weights = {
+        name: trained(recipe.model_copy(update={"name": name}), frozen)[0].weights.sha256
+        for name, recipe in recipes.items()
+    }
+    assert weights["plain"] == weights["checkpointed"] != weights["sliding"]
+
+
 def test_ids_beyond_the_target_are_refused(make_recipe: Callable[..., Recipe], s3: Store) -> None:
     rows = random_rows(0, 8)
     rows[3][1][5] = 97
