@@ -38,6 +38,8 @@ class VllmOptions:
     """OpenMP threads of a CPU build."""
     max_num_seqs: int = 4
     """Requests decoded together."""
+    speculative_tokens: int | None = None
+    """Proposals a step; None: as many as the drafter's block has slots after the anchor."""
     more: tuple[str, ...] = ()
     """Further options of vLLM's server."""
 
@@ -69,7 +71,7 @@ def vllm_server(
     command += ["--model", str(target), "--served-model-name", target.name, "--dtype", options.dtype]
     command += ["--enforce-eager", "--max-num-seqs", str(options.max_num_seqs), *options.more]
     if drafter is not None:
-        command += ["--speculative-config", json.dumps(speculative_config(drafter))]
+        command += ["--speculative-config", json.dumps(speculative_config(drafter, options.speculative_tokens))]
         command += ["--worker-extension-cls", "dflash_vllm_cpu.ContextKeys"]
     server = Server(f"http://127.0.0.1:{port}")
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(options.threads)}
@@ -82,7 +84,7 @@ def vllm_server(
         yield server
 
 
-def speculative_config(drafter: Path) -> dict[str, object]:
-    """What vLLM is told about a drafter: as many proposals as its block has slots after the anchor."""
-    block_size = json.loads((drafter / "config.json").read_text(encoding="utf8"))["block_size"]
-    return {"method": "dflash", "model": str(drafter), "num_speculative_tokens": block_size - 1}
+def speculative_config(drafter: Path, proposals: int | None) -> dict[str, object]:
+    """What vLLM is told about a drafter; its block holds the anchor and at most one proposal less than it has slots."""
+    most = json.loads((drafter / "config.json").read_text(encoding="utf8"))["block_size"] - 1
+    return {"method": "dflash", "model": str(drafter), "num_speculative_tokens": proposals or most}

@@ -1,6 +1,7 @@
 """A server is asked on held-out prompts and compared with our decoder; every way in which it does not fit is named."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from dflash_core.evaluation import serve_check as serve_check_module
 from dflash_core.evaluation.acceptance import acceptance_length
 from dflash_core.evaluation.decode import Generation, Sampling, generate, generate_plain
 from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft
+from dflash_core.evaluation.evaluate import evaluate_drafter
 from dflash_core.evaluation.ngram import NgramModel
 from dflash_core.evaluation.serve_check import Question, serve_check
 from dflash_core.evaluation.served import Counters, Server
@@ -279,9 +281,35 @@ def test_without_an_export_or_a_server_the_sentence_says_what_to_do(finished: Fi
         pass
 
 
+def test_another_target_or_tokenizer_is_refused_before_any_server_is_asked(exported: Finished, tmp_path: Path) -> None:
+    recipe, _ = exported
+    other = tmp_path / "other"
+    shutil.copytree(recipe.target.path, other)
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\7")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace("w95", "w95x"))
+    rules = recipe.tokenization.model_copy(update={"tokenizer": recipe.target.path})
+    moved = recipe.target.model_copy(update={"path": other})
+    elsewhere = recipe.model_copy(update={"target": moved, "tokenization": rules})
+    renamed = recipe.tokenization.model_copy(update={"tokenizer": other})
+    for changed, message in (
+        (elsewhere, r"was trained with target \w{12}, .*other is \w{12}"),
+        (recipe.model_copy(update={"tokenization": renamed}), r"tokenizer\.json of sha256 \w{12}, .*other has \w{12}"),
+    ):
+        with pytest.raises(IncompatibleError, match=message):
+            serve_check(changed, RUN, Question("http://127.0.0.1:9"), nothing)
+        with pytest.raises(IncompatibleError, match=message):
+            evaluate_drafter(changed, RUN, nothing)
+
+
 def test_vllm_is_told_one_proposal_less_than_the_block(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"block_size": 16}')
-    assert speculative_config(tmp_path) == {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 15}
+    for asked, told in ((None, 15), (7, 7)):
+        assert speculative_config(tmp_path, asked) == {
+            "method": "dflash",
+            "model": str(tmp_path),
+            "num_speculative_tokens": told,
+        }
 
 
 def test_the_command_prints_both_sides_and_fails_where_serving_is_lower(

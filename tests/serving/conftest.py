@@ -1,19 +1,50 @@
-"""vLLM from its own environment (`make serving-env`), serving the demo's target."""
+"""vLLM from its own environment (`make serving-env`), the demo's target, and drafters trained for the occasion."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
+import torch
 
+from demo.sample import sample_completions
+from demo.word_problems import word_problems
+from dflash_core.drafter.export import export_drafter
 from dflash_core.evaluation.served import Server
 from dflash_core.evaluation.vllm_server import DEFAULTS, VllmOptions, vllm_server
+from dflash_core.quality.training_set import freeze_training_set
+from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.storage.embedded import Endpoint, ensure_bucket
+from dflash_core.storage.store import list_sources, open_stores
+from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.tokenization.objects import FileDone
+from dflash_core.tokenization.pipeline import process_files
+from dflash_core.training.run import train_drafter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_TARGET = REPOSITORY / "demo" / "target"
+COMPLETIONS = 600
 
 Serve = Callable[..., AbstractContextManager[Server]]
+Train = Callable[[str, dict[str, Any], bytes], "Trained"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An exported run."""
+
+    recipe: Recipe
+    run: str
+
+    @property
+    def folder(self) -> Path:
+        """The exported one."""
+        assert self.recipe.export.local_dir is not None
+        return self.recipe.export.local_dir
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +74,47 @@ def demo_target_server(serve: Serve) -> Iterator[Server]:
     """vLLM with the demo's target and no drafter; chat completions with its template work, too."""
     with serve(DEMO_TARGET) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def train(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Completions to exported drafter, each stage as the CLI calls it: train(name, tables of the recipe, JSONL)."""
+    del endpoint
+
+    def make(name: str, tables: dict[str, Any], completions: bytes) -> Trained:
+        torch.set_num_threads(tables["training"]["placement"]["threads"])
+        folder = tmp_path_factory.mktemp(name)
+        ensure_bucket(name)
+        recipe = Recipe.model_validate(
+            {
+                "name": name,
+                "source": {"bucket": name, "prefix": "completions/"},
+                "storage": {"bucket": name, "prefix": "derived/", "work_dir": folder / "work"},
+                "export": {"dtype": "float32", "local_dir": folder / "drafter"},
+                **tables,
+            }
+        )
+        open_stores(recipe).source.put("file.jsonl", completions)
+        (done,) = process_files(recipe, list_sources(open_stores(recipe).source))
+        assert isinstance(done, FileDone), done
+        frozen = freeze_training_set(recipe, fingerprint(recipe))
+        assert frozen.verdict.passed, frozen.verdict
+        checkpoint = train_drafter(recipe, None, False, lambda metrics: None)
+        export_drafter(recipe, None)
+        return Trained(recipe, checkpoint.run)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def demo_drafter(train: Train) -> Trained:
+    """The demo's drafter after two epochs over a third of its completions."""
+    recipe = load_recipe(REPOSITORY / "recipes" / "demo.toml")
+    questions = [(problem.id, problem.question) for problem in word_problems(COMPLETIONS, 11, "train")]
+    rows = sample_completions(DEMO_TARGET, questions, 0.7, 256, 11, on_progress=lambda done, total: None)
+    tables = recipe.model_dump(include={"tokenization", "gate", "drafter", "training", "evaluation"})
+    tables["training"]["epochs"] = 2
+    tables["tokenization"]["workers"] = 1
+    target = {"path": DEMO_TARGET, "layers": 3, "dtype": "float32"}
+    lines = b"".join(orjson.dumps(row) + b"\n" for row in rows)
+    return train("serving-demo", {**tables, "target": target}, lines)
