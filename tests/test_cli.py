@@ -161,3 +161,21 @@ def test_nothing_to_train_on(recipe: Path, source: Store) -> None:
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert "training set" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("evaluate",), "holds no finished run; train a drafter first"),
+        (("evaluate", "--run", "r9"), "holds no finished run 'r9'; train a drafter first"),
+        (("diagnose", "--run", "r9"), "holds no finished run 'r9'; train a drafter first"),
+        (("diagnose", "--run", "r9", "--drafter", "folder"), "give --run r9 or --drafter folder, not both"),
+        (("diagnose", "--drafter", "no-such-folder"), "no-such-folder/config.json cannot be read"),
+    ],
+)
+def test_a_drafter_that_is_not_there_is_one_sentence(recipe: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    refused = dflash(*arguments, "--recipe", str(recipe))
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert sentence in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stderr.strip().count("\n") == 0
