@@ -242,6 +242,8 @@ class Evaluation(Section):
     min_acceptance_length: float = Field(2.0, ge=1)
     ngram: Positive = 3
     """Order of the n-gram drafter that the drafter is compared with."""
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    """As served, at most the trained one; None: the trained one."""
     timed_prompts: Positive = 16
     """This many of the prompts are decoded one at a time, with and without the drafter, for the speeds."""
     batch: Positive = 8

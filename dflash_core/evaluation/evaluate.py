@@ -15,6 +15,7 @@ from dflash_core.batches.cache import RowStore
 from dflash_core.batches.split import uniform_bits
 from dflash_core.drafter.target_files import check_target
 from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
+from dflash_core.errors import IncompatibleError
 from dflash_core.evaluation.markdown import report_markdown
 from dflash_core.evaluation.measure import Meter, Progress
 from dflash_core.evaluation.ngram import NgramModel
@@ -57,6 +58,12 @@ def evaluate_drafter(recipe: Recipe, run: str | None, on_progress: Progress) -> 
         return earlier
     check_target(checkpoint, recipe)
     config, state = fetch_drafter(store, checkpoint, recipe.storage.work_dir)
+    wanted = recipe.evaluation.block_size or config.block_size
+    if wanted > config.block_size:
+        raise IncompatibleError(
+            f"evaluation.block_size {wanted} exceeds the {config.block_size} that run {checkpoint.run} was trained "
+            "with, so its later slots were never trained; lower it"
+        )
     subject = load_subject(recipe, config, state, checkpoint.training_set)
     prompts = held_out_prompts(subject.rows, subject.split.held_out, recipe.seed, recipe.evaluation.prompts)
     switch = thinking_switch(recipe, subject.tokenizer)

@@ -48,6 +48,7 @@ class Meter:
     def __init__(self, subject: Subject, ngram: NgramModel, on_progress: Progress) -> None:
         self.subject, self.ngram = subject, ngram
         self.settings = subject.recipe.evaluation
+        self.block_size = self.settings.block_size or subject.config.block_size
         self._on_progress, self._done, self._total = on_progress, 0, 1
 
     def measure(self, prompts: list[Prompt], switch: ThinkingSwitch | None) -> Measured:
@@ -86,7 +87,7 @@ class Meter:
         sampling, ids = self._sampling(temperature), [p.ids for p in prompts]
         if drafter is None:
             drafter = self._together(self._drafter(temperature), ids, sampling)
-        ngram = NgramDraft(self.ngram, self.subject.config.block_size)
+        ngram = NgramDraft(self.ngram, self.block_size)
         blind = self._drafter(temperature, zero_features=True)
         return Rivals(drafter, self._together(ngram, ids, sampling), self._together(blind, ids, sampling))
 
@@ -126,5 +127,10 @@ class Meter:
     def _drafter(self, temperature: float, *, zero_features: bool = False) -> DrafterDraft:
         target = self.subject.target
         return DrafterDraft(
-            self.subject.drafter, target.embedding, target.lm_head, temperature=temperature, zero_features=zero_features
+            self.subject.drafter,
+            target.embedding,
+            target.lm_head,
+            block_size=self.block_size,
+            temperature=temperature,
+            zero_features=zero_features,
         )

@@ -62,7 +62,7 @@ def assemble(subject: Subject, measured: Measured, origin: Origin) -> DrafterEva
         prompts_sha256=hashed,
         prompt_files=tuple(prompt.file for prompt in measured.prompts),
         temperature=settings.temperature,
-        block_size=subject.config.block_size,
+        block_size=main.drafter[0].block_size,
         lossless=settings.temperature == 0 and not differing,
         differing_prompts=differing,
         acceptance_length=acceptance_length(histogram),
@@ -97,7 +97,8 @@ def assemble(subject: Subject, measured: Measured, origin: Origin) -> DrafterEva
 def prompts_hash(subject: Subject, measured: Measured) -> str:
     """sha256 over the prompts and how they were decoded: equal ones give numbers that can be paired."""
     settings = subject.recipe.evaluation
-    how = [settings.temperature, settings.max_new_tokens, subject.recipe.target.dtype]
+    block_size = measured.main.drafter[0].block_size
+    how = [settings.temperature, settings.max_new_tokens, block_size, subject.recipe.target.dtype]
     return hashlib.sha256(json.dumps([how, [p.ids for p in measured.prompts]]).encode()).hexdigest()
 
 

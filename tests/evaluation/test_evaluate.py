@@ -158,6 +158,18 @@ def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recip
     assert third.prompts_sha256[:12] in third.previous.reason
 
 
+def test_a_smaller_block_is_evaluated_and_a_larger_one_refused_with_both_values(recipe: Recipe) -> None:
+    small, large = (
+        recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"block_size": size})})
+        for size in (2, 5)
+    )
+    report = evaluate_drafter(small, None, nothing)
+    assert (report.block_size, len(report.histogram), len(report.conditional_acceptance)) == (2, 2, 1)
+    assert report.lossless
+    with pytest.raises(IncompatibleError, match=r"block_size 5 exceeds the 4 that run tiny-\w{12} was trained with"):
+        evaluate_drafter(large, None, nothing)
+
+
 def test_sampling_is_evaluated_too(recipe: Recipe) -> None:
     hot = recipe.model_copy(update={"evaluation": Evaluation(prompts=3, max_new_tokens=8, temperature=1.0)})
     report = evaluate_drafter(hot, None, nothing)

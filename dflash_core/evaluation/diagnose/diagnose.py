@@ -159,13 +159,13 @@ def _facts(subject: Subject, references: Sequence[DrafterConfig], cut_share: flo
         mask_ids=tuple(mask for mask in masks if mask is not None),
         thetas=tuple(float(theta) for theta in thetas if theta),
         window=recipe.drafter.sliding_window or 2048,
-        lm_heads=tuple(_other_heads(recipe.target.path, subject.target.lm_head)),
+        lm_heads=tuple(other_heads(recipe.target.path, subject.target.lm_head)),
         ending=served_ending(recipe, subject.tokenizer),
         cut_share=cut_share,
     )
 
 
-def _other_heads(folder: Path, like: Tensor) -> list[tuple[str, Tensor]]:
+def other_heads(folder: Path, like: Tensor) -> list[tuple[str, Tensor]]:
     """An lm_head that lies in the target's files although its config ties it to the embedding."""
     found: list[tuple[str, Tensor]] = []
     for file in safetensors_files(folder) if is_tied(folder) else []:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.trained import find_checkpoint
 from dflash_core.errors import IncompatibleError, ObjectMissing
-from dflash_core.evaluation.diagnose.diagnose import Diagnosis, diagnose
+from dflash_core.evaluation.diagnose.diagnose import Diagnosis, diagnose, other_heads
 from dflash_core.evaluation.diagnose.table import to_terminal
 from dflash_core.recipe import Evaluation, Export, Recipe
 from dflash_core.storage.store import Store
@@ -100,6 +101,19 @@ def test_a_folder_that_does_not_fit_is_refused_with_both_values(
     change_config(tmp_path / "drafter", **changes)
     with pytest.raises(IncompatibleError, match=sentence):
         diagnose(recipe, None, tmp_path / "drafter", nothing)
+
+
+def test_a_head_in_the_files_of_a_target_that_says_it_is_tied_is_an_alternative(
+    target_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((target_folder / "config.json").read_bytes())
+    tensors = load_file(target_folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors", {"format": "pt"})
+    ((name, head),) = other_heads(tmp_path, embedding)
+    assert name == "lm_head.weight of model.safetensors, though the config ties it"
+    assert torch.equal(head, embedding + 1)
+    assert other_heads(target_folder, embedding) == []
 
 
 def test_what_is_not_there_is_named(recipe: Recipe, tmp_path: Path) -> None:
