@@ -46,7 +46,7 @@ def export_drafter(recipe: Recipe, run: str | None) -> DrafterExport:
     store = open_stores(recipe).derived
     checkpoint = find_checkpoint(store, run)
     local = recipe.export.local_dir
-    destination = recipe.storage.work_dir / f"drafter_export-{checkpoint.run}" if local is None else local.absolute()
+    destination = recipe.storage.work_dir / f"drafter_export-{checkpoint.run}" if local is None else local.resolve()
     try:
         with building(destination) as folder:
             files = _write(recipe, store, checkpoint, folder)

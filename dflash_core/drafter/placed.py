@@ -1,8 +1,8 @@
 """An exported folder on the local disk: built aside, renamed into place, verified by its manifest, never in our way.
 
 The trade-off: a folder can be renamed over an empty one only, so the export that is replaced steps aside first. A kill
-in that instant leaves no folder, never a half one, and the same command completes it. Files that no export wrote are
-never removed.
+in that instant leaves no folder, never a half one; the next export, even one that fails, puts the old one back first.
+Files that no export wrote are never removed.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ def building(destination: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise StorageError(f"another process is exporting to {destination}; wait for it") from None
         _empty(aside)
-        shutil.rmtree(_old(destination), ignore_errors=True)
+        _recover(destination)
         try:
             yield aside
         finally:
@@ -119,7 +119,17 @@ def entry_name(export: DrafterExport, file: StoredObject) -> str:
     return name
 
 
+def _recover(destination: Path) -> None:
+    """Undo the first half of an interrupted `place`, or finish its second."""
+    old = _old(destination)
+    if old.is_dir() and not destination.exists():
+        os.rename(old, destination)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def _require_ours(destination: Path) -> None:
+    if not destination.is_dir():
+        raise StorageError(f"export.local_dir {destination} is a file; name a folder")
     try:
         manifest = read_manifest(destination)
     except IncompatibleError as error:

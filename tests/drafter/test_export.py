@@ -132,6 +132,8 @@ def test_a_kill_at_any_instant_leaves_a_whole_export_or_none_and_the_same_comman
         for place, manifest in (("local", left_locally(local)), ("s3", left_in_s3(s3))):
             assert manifest is None or manifest.files == whole[manifest.dtype]
             seen.add((place, {before: "old", after: "new", None: None}[manifest and manifest.dtype]))
+        with building(local):
+            assert left_locally(local) is not None
         assert export_drafter(recipes[after], RUN).files == whole[after] == verify_folder(local, RUN).files
         assert left_in_s3(s3) is not None
         assert [path.name for path in local.parent.iterdir()] == ["drafter"]
@@ -169,6 +171,8 @@ def test_foreign_files_are_never_removed(finished: Finished, s3: Store, tmp_path
     with pytest.raises(StorageError, match=r"no manifest that this version can read"):
         export_drafter(to(recipe, mine), None)
     assert names(mine) == held
+    with pytest.raises(StorageError, match=r"manifest\.json is a file; name a folder"):
+        export_drafter(to(recipe, mine / "manifest.json"), None)
 
 
 def test_two_exports_to_one_place_are_refused(finished: Finished, tmp_path: Path) -> None:
