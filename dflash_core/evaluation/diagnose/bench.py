@@ -30,7 +30,7 @@ Cause = Literal[
 DECODED_TOGETHER = 8
 LEAST_GAIN = 0.3
 """Tokens of acceptance that an explanation must restore, and ..."""
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.1
 """... the share of what is accepted then."""
 
 
