@@ -21,6 +21,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import chdir
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +48,16 @@ PAGES = {
     "backfills": "/overview/backfills",
     "runs": "/runs",
 }
+BARS = {
+    "overhead_s": 240.0,
+    "overhead_of_valid_s": 240.0,
+    "database_bytes_a_partition": 60e3,
+    "database_bytes_a_partition_again": 60e3,
+    "webserver_growth": 1.15,
+    "daemon_growth": 1.15,
+    "code server_growth": 1.15,
+}
+PAGE_BAR_S = 2.0
 PAGE_S = 8.0
 """How long a page is watched: the graph's health comes with later requests."""
 
@@ -80,6 +91,7 @@ class Residents(threading.Thread):
             early = len(samples) // 10
             found[f"{role}_mb_early"] = max(samples[: early + 1])
             found[f"{role}_mb_peak_after"] = max(samples[early:])
+            found[f"{role}_growth"] = found[f"{role}_mb_peak_after"] / found[f"{role}_mb_early"]
         return found
 
 
@@ -164,6 +176,14 @@ def through_dagster(settings: Recipe, folder: Path, look: bool) -> dict[str, flo
         }
 
 
+def missed(numbers: Mapping[str, object]) -> Iterator[str]:
+    """A sentence for each bar that these numbers miss."""
+    for name, value in numbers.items():
+        bar = BARS.get(name, PAGE_BAR_S if name.endswith("slowest answer_s") else None)
+        if bar is not None and value > bar:  # type: ignore[operator]
+            yield f"{name} is {value:.2f}, at most {bar:g} wanted"
+
+
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
     """All numbers."""
     made = write_corpus(work / "corpus", arguments.files, arguments.rows)
@@ -200,6 +220,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         numbers = measure(arguments, Path(work))
     report(numbers, arguments.json)
+    problems = list(missed(numbers))
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import dagster as dg
 
-from dflash_assets.definitions import defs
+from dflash_assets.definitions import defs, source_assets
 from dflash_assets.dev import SCHEDULES, SENSORS
 from dflash_assets.metadata import GROUP
+from dflash_core.recipe import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,17 @@ def test_lineage() -> None:
     nodes = [graph.get(key) for key in graph.get_all_asset_keys()]
     assert {node.key.to_user_string(): {key.to_user_string() for key in node.parent_keys} for node in nodes} == LINEAGE
     assert {node.key.to_user_string() for node in nodes if node.is_partitioned} == PARTITIONED
+
+
+def test_a_recipe_without_generation_has_no_box_for_it() -> None:
+    plain = load_recipe(REPOSITORY / "recipes/smollm2-135m_cpu.toml")
+    assert plain.generation is None
+    (files,) = source_assets(plain)
+    deps = {key.to_user_string(): {dep.to_user_string() for dep in deps} for key, deps in files.asset_deps.items()}
+    assert deps == {
+        **{asset: LINEAGE[asset] for asset in ("tokenized_shards", "loss_mask_stats")},
+        "raw_completions": set(),
+    }
 
 
 def test_everything_tells_what_it_is() -> None:

@@ -4,13 +4,23 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_TIMEOUT_S = 900
+QUIET = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 Told = subprocess.CompletedProcess[str]
 Tell = Callable[[], Told]
@@ -55,3 +65,31 @@ def tell(project: Path, environment: dict[str, str]) -> Tell:
 def told(tell: Tell) -> Told:
     """The demo, told once; its state stays in the project folder."""
     return tell()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium."""
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.fail("no Chromium on this machine; `make browser` installs Debian's")
+    expect.set_options(timeout=60_000)
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=executable, args=QUIET)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    opened = browser.new_page(viewport={"width": 1600, "height": 1000})
+    opened.set_default_timeout(60_000)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def screenshots(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder: Path = request.config.getoption("--screenshots") or tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

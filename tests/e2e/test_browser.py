@@ -4,7 +4,6 @@ With `--screenshots DIR` the pictures of the documentation are taken anew.
 """
 
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from dflash_assets.dev import dagster_ui
 from dflash_assets.graphql import Dagster
@@ -32,15 +31,6 @@ FLOW = (
     "drafter_eval",
     "drafter_export",
 )
-QUIET = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 
 
 @pytest.fixture(scope="module")
@@ -50,33 +40,6 @@ def ui(told: "subprocess.CompletedProcess[str]", project: Path) -> Iterator[Dags
     with chdir(project), store_of(load_recipe(RECIPE)), dagster_ui(RECIPE, 0, project / "dagster.log") as running:
         running.wait_until_loaded()
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Debian's Chromium."""
-    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if executable is None:
-        pytest.fail("no Chromium on this machine; `make browser` installs Debian's")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=executable, args=QUIET)
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    opened = browser.new_page(viewport={"width": 1600, "height": 1000})
-    opened.set_default_timeout(60_000)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def screenshots(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    folder: Path = request.config.getoption("--screenshots") or tmp_path
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def test_the_lineage_shows_every_asset_in_flow_order(ui: Dagster, page: Page, screenshots: Path) -> None:
@@ -124,3 +87,10 @@ def test_the_gates_verdict_is_on_the_page(ui: Dagster, page: Page, screenshots: 
     expect(page.get_by_text("The recipe's thresholds hold.").first).to_be_visible()
     expect(page.get_by_text("Passed", exact=True).first).to_be_visible()
     page.screenshot(path=screenshots / "checks.png")
+
+
+def test_a_files_page_says_how_well_the_drafter_learned_it(ui: Dagster, page: Page, screenshots: Path) -> None:
+    page.goto(f"{ui.url}/assets/drafter_coverage?view=partitions&partition={PARTITION}")
+    for entry in ("mean loss", "joint accepted prefix", "training set", "checkpoint"):
+        expect(page.get_by_text(entry, exact=True).first).to_be_visible()
+    page.screenshot(path=screenshots / "coverage.png", clip={"x": 0, "y": 0, "width": 1600, "height": 720})

@@ -42,7 +42,7 @@ workers = 1
 block_size = 8
 num_layers = 2
 [training]
-epochs = 400
+epochs = 20
 batch_rows = 2
 anchors = 16
 learning_rate = 2e-3
