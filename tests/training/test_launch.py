@@ -21,6 +21,8 @@ from dflash_core.storage.store import Store
 from dflash_core.train import main
 from tests.training.conftest import put_training_set, random_rows
 
+pytestmark = pytest.mark.timeout(1200)  # a machine shared with others may give little
+
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -127,9 +129,9 @@ def test_a_signal_saves_and_exits_75_and_the_same_command_continues(
     for number in (signal.SIGINT, signal.SIGTERM):
         before = steps_written(tmp_path)
         process = start(recipe)
-        assert wait_for(lambda before=before: steps_written(tmp_path) > before + 3, 60)  # type: ignore[misc]
+        assert wait_for(lambda before=before: steps_written(tmp_path) > before + 3, 300)  # type: ignore[misc]
         process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 75, errors
         assert "a checkpoint was saved" in errors
         assert "Traceback" not in errors
@@ -158,16 +160,16 @@ def test_several_ranks_end_together(
     devices = {"targets": ["cpu"] * ranks, "drafters": ["cpu"] * ranks}
     recipe = write_recipe(epochs=2000, max_steps=100_000, batch_rows=2, placement=devices)
     process = start(recipe)
-    assert wait_for(lambda: steps_written(tmp_path) > 3, 90)
+    assert wait_for(lambda: steps_written(tmp_path) > 3, 300)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 75, errors
     assert "Traceback" not in errors
     done = steps_written(tmp_path)
     recipe = write_recipe(epochs=1, batch_rows=2, placement=devices)
     rename(recipe, "short")  # the other one of this name is unfinished
     process = start(recipe)
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     checkpoint = DrafterCheckpoint.model_validate_json((tmp_path / "result.json").read_bytes())
     assert done > 3
@@ -194,17 +196,17 @@ def test_nobody_survives_a_dead_or_hanging_process(
     s3: Store, write_recipe: Callable[..., Path], start: Start, tmp_path: Path, victim: str
 ) -> None:
     put_training_set(s3, {"file0": random_rows(0, 20)})
-    devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "timeout_s": 4}
+    devices = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "timeout_s": 10}
     process = start(write_recipe(epochs=2000, max_steps=100_000, batch_rows=2, placement=devices))
-    assert wait_for(lambda: steps_written(tmp_path) > 1, 90)
+    assert wait_for(lambda: steps_written(tmp_path) > 1, 300)
     below = children(process.pid)
     assert len(below) >= 3  # torchrun and two ranks
     sent = signal.SIGSTOP if victim == "rank stopped" else signal.SIGKILL
     os.kill(process.pid if victim == "starter killed" else below[-1], sent)
     sent_at = time.monotonic()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode not in (0, 75)
-    assert wait_for(lambda: not any(alive(pid) for pid in below), 20)
-    assert time.monotonic() - sent_at < 30
+    assert wait_for(lambda: not any(alive(pid) for pid in below), 60)
+    assert time.monotonic() - sent_at < 60
     if victim != "starter killed":
         assert re.search(r"rank [01] died or hung", errors), errors

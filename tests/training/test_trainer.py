@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_core.drafter.config import drafter_config, read_target_config
 from dflash_core.drafter.folder import load_drafter, save_drafter
 from dflash_core.drafter.target_files import target_fingerprint
 from dflash_core.errors import IncompatibleError, StorageError, UserError
@@ -18,6 +19,7 @@ from dflash_core.storage.store import Store
 from dflash_core.training.identity import run_name
 from dflash_core.training.metrics import StepMetrics
 from dflash_core.training.run import train_drafter
+from dflash_core.training.setup import make_learner
 from dflash_core.training.step import Learner
 from dflash_core.training.target import Target
 from tests.training.conftest import put_training_set, random_rows
@@ -142,6 +144,20 @@ def test_a_warm_start_continues_where_the_other_drafter_was(
     narrow = recipe.drafter.model_copy(update={"warm_start": exported, "block_size": 8})
     with pytest.raises(IncompatibleError, match="block_size = 4, the recipe's drafter 8"):
         trained(recipe.model_copy(update={"drafter": narrow}), frozen)
+
+
+def test_masters_and_moments_are_fp32_whatever_the_target_is(make_recipe: Callable[..., Recipe]) -> None:
+    """A norm that is stored in bfloat16 stays at 1.0: its steps are smaller than half its last bit."""
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "bfloat16"})})
+    config = drafter_config(recipe, read_target_config(recipe.target.path), None)
+    learner = make_learner(recipe, config, torch.device("cpu"), files=1)
+    assert {tensor.dtype for kind in learner.state() for tensor in kind.values()} == {torch.float32}
+    norm = learner.drafter.norm.weight
+    norm.grad = torch.ones_like(norm)
+    learner.optimizer.param_groups[0]["lr"] = 1e-4
+    learner.optimizer.step()
+    assert norm.detach().ne(1).all()
 
 
 def test_switches_of_the_recipe_reach_the_drafter(make_recipe: Callable[..., Recipe], frozen: TrainingSet) -> None:
