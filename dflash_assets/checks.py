@@ -12,11 +12,12 @@ import dagster as dg
 from dflash_assets.metadata import bullets
 from dflash_assets.quarantine import QUARANTINE, failed_files, quarantine_verdict
 from dflash_assets.resources import RecipeResource
+from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import ObjectMissing, UserError
 from dflash_core.quality.drift import Drift, drift_of
 from dflash_core.quality.training_set import load_training_set
 from dflash_core.recipe import Recipe
-from dflash_core.records import DrafterCheckpoint, RunPointer, SourceFile, TrainingSet
+from dflash_core.records import SourceFile, TrainingSet
 from dflash_core.storage.store import list_sources, open_stores
 
 SOURCES_CURRENT = dg.AssetCheckKey(dg.AssetKey("training_set"), "sources_current")
@@ -102,9 +103,7 @@ def _frozen(recipe: Recipe, key: dg.AssetCheckKey) -> TrainingSet | None:
         if key == SOURCES_CURRENT:
             derived.get("training_set/latest.json")
             return load_training_set(recipe)
-        run = derived.get_record("drafter_checkpoint/latest.json", RunPointer).run
-        checkpoint = derived.get_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
-        return load_training_set(recipe, checkpoint.training_set)
+        return load_training_set(recipe, find_checkpoint(derived, None).training_set)
     except ObjectMissing:
         return None
 

@@ -1,4 +1,4 @@
-"""The commands that need Dagster, beside the core's: `dflash dev`, `dflash partitions`."""
+"""The commands that need Dagster, beside the core's: `dflash dev`, `dflash status`, `dflash partitions`."""
 
 import sys
 from typing import Annotated
@@ -22,6 +22,17 @@ def dev(
     from dflash_assets.dev import serve
 
     serve(recipe, port)
+
+
+@app.command()
+def status(recipe: RecipeOption = DEFAULT_RECIPE) -> None:
+    """Partitions by state, failures with their reasons, quarantined files, the last runs."""
+    from rich.console import Console
+
+    from dflash_assets.dev import local_instance
+    from dflash_assets.status import read_status, render
+
+    Console(highlight=False).print(render(read_status(local_instance(), open_recipe(recipe))))
 
 
 @partitions.command()

@@ -20,8 +20,10 @@ from dflash_core.quality.histogram import at_most, quantiles
 from dflash_core.recipe import Recipe
 from dflash_core.records import ShardManifest
 from dflash_core.storage.store import Store, open_stores
+from dflash_core.tokenization.invariants import broken_invariants
 from dflash_core.tokenization.objects import FileDone
 from dflash_core.tokenization.pipeline import process_files
+from dflash_core.tokenization.shards import SCHEMA, read_shard
 
 OWNERS = ["team:data"]
 
@@ -42,6 +44,9 @@ tokenized_shards = dg.AssetSpec(
     group_name=GROUP,
     kinds={"arrow", "s3"},
     owners=OWNERS,
+    metadata={
+        "dagster/column_schema": dg.TableSchema([dg.TableColumn(field.name, str(field.type)) for field in SCHEMA])
+    },
     code_version=TOKENIZATION_VERSION,
     skippable=True,
 )
@@ -61,12 +66,18 @@ FILE_ASSETS = (raw_completions.key, tokenized_shards.key, loss_mask_stats.key)
 rows_conserved = dg.AssetCheckSpec(
     "rows_conserved", asset="tokenized_shards", description="Rows read = rows kept + rows rejected, file by file."
 )
+mask_invariants = dg.AssetCheckSpec(
+    "mask_invariants",
+    asset="tokenized_shards",
+    description="Loss masks keep their promises, in every row of a sample of the run's shards.",
+)
+SAMPLED_SHARDS = 3
 
 
 @dg.multi_asset(
     name="completion_files",
     specs=[raw_completions, tokenized_shards, loss_mask_stats],
-    check_specs=[rows_conserved],
+    check_specs=[rows_conserved, mask_invariants],
     partitions_def=completion_files,
     backfill_policy=dg.BackfillPolicy.multi_run(FILES_PER_RUN),
     can_subset=True,
@@ -93,6 +104,8 @@ def completion_file_assets(
             else:
                 failed[outcome.source.partition] = outcome.reason
                 yield from _observations(context, outcome.source.partition, outcome.reason, outcome.source.etag)
+        if mask_invariants.key in context.selected_asset_check_keys:
+            yield _invariants(derived, manifests)
     except UserError as error:
         stopped = str(error)
     if rows_conserved.key in context.selected_asset_check_keys:
@@ -192,5 +205,25 @@ def _conservation(manifests: list[ShardManifest]) -> dg.AssetCheckResult:
             "rows kept": sum(m.rows_kept for m in manifests),
             "rows rejected": sum(m.rows_rejected for m in manifests),
             "files that lost rows": dg.MetadataValue.json(wrong),
+        },
+    )
+
+
+def _invariants(derived: Store, manifests: list[ShardManifest]) -> dg.AssetCheckResult:
+    """Read a few of the run's shards back, spread over its files."""
+    sample = sorted(manifests, key=lambda m: m.source.partition)[:: max(1, len(manifests) // SAMPLED_SHARDS)]
+    broken: dict[str, dict[str, int]] = {}
+    for manifest in sample[:SAMPLED_SHARDS]:
+        found = broken_invariants(read_shard(derived.read(manifest.shard)))
+        if found:
+            broken[manifest.source.partition] = found
+    return dg.AssetCheckResult(
+        asset_key=tokenized_shards.key,
+        check_name=mask_invariants.name,
+        passed=not broken,
+        metadata={
+            "shards": min(len(sample), SAMPLED_SHARDS),
+            "rows": sum(manifest.rows_kept for manifest in sample[:SAMPLED_SHARDS]),
+            "rows that break a promise": dg.MetadataValue.json(broken),
         },
     )

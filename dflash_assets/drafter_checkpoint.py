@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from dflash_assets.live import observed
-from dflash_assets.metadata import GROUP, file_uri, picture
+from dflash_assets.metadata import GROUP, file_uri, picture, table
 from dflash_assets.partitions import NAME as PARTITIONS_NAME
 from dflash_assets.partitions import completion_files
 from dflash_assets.process import run_core
@@ -20,6 +20,7 @@ from dflash_core.records import DrafterCheckpoint
 from dflash_core.storage.store import open_stores
 
 GPU_TAGS = {"dagster-k8s/config": {"container_config": {"resources": {"limits": {"nvidia.com/gpu": "1"}}}}}
+WORST_SHOWN = 10
 
 
 class TrainingConfig(dg.Config):
@@ -96,6 +97,8 @@ def drafter_checkpoint(
         metadata={
             **file_uri(derived.uri(checkpoint.weights.key)),
             "run": checkpoint.run,
+            "recipe": checkpoint.recipe,
+            "code version": checkpoint.code_version,
             "sha256": checkpoint.weights.sha256,
             "training set": checkpoint.training_set,
             "gate": checkpoint.gate,
@@ -109,5 +112,23 @@ def drafter_checkpoint(
             "best step": checkpoint.best_step,
             "metrics": derived.uri(checkpoint.metrics.key),
             **({} if checkpoint.curve is None else {"learning curve": picture(derived.read(checkpoint.curve))}),
+            "files": len(checkpoint.coverage),
+            "worst files": _worst(checkpoint),
         },
+    )
+
+
+def _worst(checkpoint: DrafterCheckpoint) -> dg.TableMetadataValue:
+    """The files that the drafter learned least."""
+    learned = sorted((file for file in checkpoint.coverage if file.blocks), key=lambda f: f.joint_accepted_prefix)
+    return table(
+        [
+            {
+                "partition": file.partition,
+                "accepted prefix": round(file.joint_accepted_prefix, 3),
+                "mean loss": round(file.mean_loss, 4),
+                "rows": file.rows,
+            }
+            for file in learned[:WORST_SHOWN]
+        ]
     )

@@ -17,9 +17,10 @@ from dflash_core.tokenization.fingerprint import fingerprint
 
 
 class TrainingSetConfig(dg.Config):
-    """What to freeze; nothing given: every source file."""
+    """What to freeze; nothing given: what the recipe says, else every source file."""
 
     partitions: list[str] | None = None
+    """Keys, patterns (part-0*) and ranges (part-007..part-031)."""
 
 
 @dg.asset(

@@ -38,8 +38,11 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 RecipeOption = Annotated[Path, typer.Option("--recipe", envvar="DFLASH_RECIPE", help="the recipe, a TOML file")]
 RunOption = Annotated[str | None, typer.Option("--run", help="a training run; default: the latest")]
 ResultOption = Annotated[Path | None, typer.Option("--result", help="write the result, or the refusal, here as JSON")]
-PartitionsArgument = Annotated[list[str] | None, typer.Argument(help="partition keys; default: every file")]
+PartitionsArgument = Annotated[
+    list[str] | None, typer.Argument(help="keys, patterns (part-0*) or ranges (A..B); default: every file")
+]
 at_exit = ExitStack()
+LINEAGE_FILES = 20
 DEFAULT_RECIPE = Path("recipes/demo.toml")
 
 
@@ -289,6 +292,24 @@ def _print_check(check: ServeCheck) -> None:
     print(f"{check.run} on {check.url}, {check.prompts} prompts: {check.verdict}")
 
 
+@app.command()
+def lineage(
+    drafter: Annotated[
+        str | None, typer.Argument(metavar="[DRAFTER]", help="a training run; default: the latest")
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="KEY", help="its rows in DRAFTER; alone: the drafters it is in")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="every file, not only the worst learned")] = False,
+    recipe: RecipeOption = DEFAULT_RECIPE,
+) -> None:
+    """Where a drafter comes from, down to file and line; or which drafters a file is in."""
+    from dflash_core.lineage import lineage_report
+
+    shown = sys.maxsize if every else LINEAGE_FILES
+    Console(highlight=False, soft_wrap=True).print(lineage_report(open_recipe(recipe), drafter, file, shown))
+
+
 @contextmanager
 def _answering(result: Path | None) -> Iterator[Callable[[Record], None]]:
     """Gives a function that writes the result for a caller that is a program; a refusal is written, too."""
@@ -336,13 +357,9 @@ def _sources(recipe: Recipe, partitions: list[str] | None) -> list[SourceFile]:
 
 
 def _chosen(sources: list[SourceFile], partitions: list[str] | None, what: str) -> list[SourceFile]:
-    if not partitions:
-        return sources
-    unknown = set(partitions) - {source.partition for source in sources}
-    if unknown:
-        like = f"keys look like {sources[0].partition}" if sources else "there is none at all"
-        raise UserError(f"no {what} for {', '.join(sorted(unknown))}; {like}")
-    return [source for source in sources if source.partition in set(partitions)]
+    from dflash_core.storage.selection import select_files
+
+    return select_files(sources, partitions or (), what)
 
 
 def main() -> None:

@@ -122,6 +122,13 @@ class Gate(Section):
     """Share of the source files that must be in the training set."""
 
 
+class TrainingSetFiles(Section):
+    """What goes into the training set."""
+
+    files: tuple[str, ...] = ()
+    """Keys, patterns ("part-0*") and ranges ("part-007..part-031"); none: every source file."""
+
+
 class Automation(Section):
     """What Dagster does by itself once its schedules and sensors are switched on."""
 
@@ -345,6 +352,7 @@ class Recipe(Section):
     storage: Storage
     target: Target
     tokenization: Tokenization = Tokenization()
+    training_set: TrainingSetFiles = TrainingSetFiles()
     gate: Gate = Gate()
     drafter: Drafter = Drafter()
     training: Training = Training()

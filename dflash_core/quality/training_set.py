@@ -25,6 +25,7 @@ from dflash_core.records import (
     TrainingSetPointer,
     TrainingSetShard,
 )
+from dflash_core.storage.selection import select_files
 from dflash_core.storage.store import Store, list_sources, open_stores
 
 LATEST = "training_set/latest.json"
@@ -47,14 +48,14 @@ def freeze_training_set(recipe: Recipe, fingerprint: str, partitions: Sequence[s
     Args:
         recipe: names the stores and the gate's thresholds.
         fingerprint: of the tokenization (`tokenization` computes it from the recipe).
-        partitions: only these.
+        partitions: keys, patterns and ranges (see `select_files`); none: those of the recipe.
 
     Raises:
         UserError: a partition that the source does not have, or not one valid shard.
         StorageError: the store cannot be read or written.
     """
     stores = open_stores(recipe)
-    sources = _select(list_sources(stores.source), partitions)
+    sources = select_files(list_sources(stores.source), partitions or recipe.training_set.files)
     with ThreadPoolExecutor(recipe.storage.downloads) as pool:
         found = list(pool.map(lambda source: find_shard(stores.derived, fingerprint, source), sources))
     valid = [one for one in found if isinstance(one, ValidShard)]
@@ -148,18 +149,6 @@ def training_set_hash(training_set: TrainingSet) -> str:
 def manifest_key(fingerprint: str, partition: str) -> str:
     """Where the manifest of a partition's shard lies."""
     return f"tokenized_shards/{fingerprint}/{partition}.json"
-
-
-def _select(sources: list[SourceFile], partitions: Sequence[str] | None) -> list[SourceFile]:
-    if partitions is None:
-        return sources
-    unknown = sorted(set(partitions) - {source.partition for source in sources})
-    if unknown:
-        raise UserError(
-            f"no such partition{'s' if len(unknown) > 1 else ''}: {', '.join(unknown[:5])}; the source has "
-            f"{len(sources)}, for example {sources[0].partition}"
-        )
-    return [source for source in sources if source.partition in set(partitions)]
 
 
 def _assemble(

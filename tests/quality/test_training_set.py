@@ -161,7 +161,7 @@ def test_a_set_of_nothing_is_refused(recipe: Recipe, tokenize: Callable[..., Non
 
 
 def test_an_unknown_partition_is_named(recipe: Recipe, tokenize: Callable[..., None]) -> None:
-    with pytest.raises(UserError, match="no such partition: file_99; the source has 12, for example file_00"):
+    with pytest.raises(UserError, match="no source file for file_99; there are 12, from file_00 to file_11"):
         freeze_training_set(recipe, FINGERPRINT, ["file_01", "file_99"])
 
 

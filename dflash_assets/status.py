@@ -1,0 +1,110 @@
+"""`dflash status`: partitions by state, failures with their reasons, quarantined files, the last runs.
+
+Asks the instance, not the webserver, so it works while the UI runs and while it does not.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+
+import dagster as dg
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from dflash_assets.partitions import sync_partitions
+from dflash_assets.quarantine import FailedFile, failed_files, statuses
+from dflash_core.recipe import Recipe
+
+STATES = ("materialized", "failed", "in progress", "missing")
+RUNS = 8
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One of the last runs."""
+
+    run: str
+    what: str
+    status: str
+    started: float | None
+    """Seconds since the epoch."""
+    ended: float | None
+    reason: str
+    """Why it failed; empty otherwise."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """How things stand."""
+
+    partitions: dict[str, Counter[str]]
+    """Asset -> state -> partitions."""
+    failed: list[FailedFile]
+    vanished: tuple[str, ...]
+    runs: list[RunSummary]
+
+
+def read_status(instance: dg.DagsterInstance, recipe: Recipe) -> Status:
+    """How things stand in an instance.
+
+    Raises:
+        StorageError: the bucket cannot be listed.
+    """
+    synced = sync_partitions(instance, recipe)
+    etags = {source.partition: source.etag for source in synced.sources}
+    return Status(
+        partitions={asset: Counter(states.values()) for asset, states in statuses(instance).items()},
+        failed=failed_files(instance, etags, recipe.automation.max_attempts),
+        vanished=synced.vanished,
+        runs=[_summary(instance, record) for record in instance.get_run_records(limit=RUNS)],
+    )
+
+
+def render(status: Status) -> RenderableType:
+    """For a terminal."""
+    partitions = Table("asset", *STATES, title="partitions", title_justify="left")
+    for asset, counts in status.partitions.items():
+        partitions.add_row(asset, *(f"{counts[state]:,}" for state in STATES))
+    parts: list[RenderableType] = [partitions]
+    if status.failed:
+        table = Table("partition", "tries", "", "reason", title="failed", title_justify="left")
+        for file in status.failed:
+            held = "[red]quarantined[/]" if file.quarantined else "due"
+            table.add_row(escape(file.partition), str(file.tries), held, escape(file.reason))
+        parts += [table, "release a quarantined one with: dflash partitions release KEY"]
+    if status.vanished:
+        parts.append(f"{len(status.vanished)} partitions without a file: {escape(', '.join(status.vanished[:10]))}")
+    runs = Table("run", "what", "status", "started", "seconds", "reason", title="last runs", title_justify="left")
+    for run in status.runs:
+        started = datetime.fromtimestamp(run.started).strftime("%Y-%m-%d %H:%M:%S") if run.started else ""
+        seconds = f"{run.ended - run.started:.0f}" if run.started and run.ended else ""
+        runs.add_row(run.run[:8], escape(run.what), run.status, started, seconds, escape(run.reason))
+    parts.append(runs if status.runs else "no runs yet")
+    return Group(*parts)
+
+
+def _summary(instance: dg.DagsterInstance, record: dg.RunRecord) -> RunSummary:
+    run = record.dagster_run
+    assets = sorted(key.to_user_string() for key in run.asset_selection or ())
+    range_start, range_end = (run.tags.get(f"dagster/asset_partition_range_{end}") for end in ("start", "end"))
+    partition = run.tags.get("dagster/partition") or (f"{range_start} to {range_end}" if range_start else "")
+    what = ", ".join(assets) or run.job_name
+    return RunSummary(
+        run=run.run_id,
+        what=f"{what} ({partition})" if partition else what,
+        status=run.status.value.lower(),
+        started=record.start_time,
+        ended=record.end_time,
+        reason=_reason(instance, run.run_id) if run.status == dg.DagsterRunStatus.FAILURE else "",
+    )
+
+
+def _reason(instance: dg.DagsterInstance, run: str) -> str:
+    for entry in instance.all_logs(run, of_type=dg.DagsterEventType.STEP_FAILURE):
+        data = entry.get_dagster_event().step_failure_data
+        if data.user_failure_data is not None and data.user_failure_data.description:
+            return data.user_failure_data.description
+        if data.error is not None:
+            return data.error.message.strip()
+    return "the run died"
