@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_assets.partitions import RANGE_END, RANGE_START
 from dflash_core.errors import UserError
 
 LOCATION = "dflash"
@@ -99,14 +100,21 @@ class Dagster:
         raise UserError(f"the code location at {self.url} is not loaded after {timeout_s:.0f} s")
 
     def materialize(
-        self, assets: Sequence[str], partition: str | None = None, config: Mapping[str, Any] | None = None
+        self,
+        assets: Sequence[str],
+        partition: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        last: str | None = None,
     ) -> str:
-        """Launch one run; its id.
+        """Launch one run, over one partition or all from `partition` to `last`; its id.
 
         Raises:
             UserError: Dagster refuses.
         """
-        tags = [] if partition is None else [{"key": "dagster/partition", "value": partition}]
+        names = {"dagster/partition": partition}
+        if last is not None:
+            names = {RANGE_START: partition, RANGE_END: last}
+        tags = [{"key": name, "value": value} for name, value in names.items() if value is not None]
         answer = self.ask(
             LAUNCH_RUN,
             params={

@@ -1,5 +1,6 @@
 """The code location: loads fast and without torch, and has exactly this graph."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from dflash_assets.definitions import defs, source_assets
 from dflash_assets.dev import SCHEDULES, SENSORS
 from dflash_assets.metadata import GROUP
 from dflash_core.recipe import load_recipe
+from dflash_core.tokenization.shards import SCHEMA
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -25,6 +27,18 @@ LINEAGE = {
     "drafter_export": {"drafter_checkpoint", "drafter_eval"},
 }
 PARTITIONED = {"generated_completions", "raw_completions", "tokenized_shards", "loss_mask_stats", "drafter_coverage"}
+CHECKS = {
+    "raw_completions: nothing_quarantined",
+    "tokenized_shards: rows_conserved",
+    "tokenized_shards: mask_invariants",
+    "training_set: gate",
+    "training_set: coverage",
+    "training_set: sources_current",
+    "drafter_checkpoint: trained_on_current_shards",
+    "drafter_eval: lossless",
+    "drafter_eval: acceptance",
+    "drafter_eval: not_worse",
+}
 
 
 def test_lineage() -> None:
@@ -85,6 +99,42 @@ def test_loads_without_torch_in_seconds() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 4, "our own imports, 1.4 times Dagster's on an idle machine, have become heavy"
+
+
+def test_every_check_says_what_it_holds() -> None:
+    graph = defs.resolve_asset_graph()
+    found = {f"{key.asset_key.to_user_string()}: {key.name}" for key in graph.asset_check_keys}
+    assert found == CHECKS
+    for key in graph.asset_check_keys:
+        assert graph.get(key).description, key
+
+
+def test_shards_show_their_columns() -> None:
+    schema = defs.resolve_asset_graph().get(dg.AssetKey("tokenized_shards")).metadata["dagster/column_schema"]
+    columns = getattr(schema, "schema", schema)
+    assert [column.name for column in columns.columns] == SCHEMA.names
+
+
+def test_loading_says_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import dflash_assets.definitions"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout + done.stderr == ""
+
+
+def test_dg_finds_nothing_wrong(tmp_path: Path) -> None:
+    (tmp_path / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from dagster_dg_cli.cli import main; main()", "check", "defs"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "DAGSTER_HOME": str(tmp_path), "VIRTUAL_ENV": sys.prefix},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All definitions loaded successfully." in done.stdout + done.stderr
+    assert "Warning" not in done.stderr
 
 
 def _assets() -> list[dg.AssetsDefinition]:

@@ -4,14 +4,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dagster as dg
+import pytest
 from dagster_aws.s3 import S3Resource
 
 from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
-from dflash_core.quality.training_set import load_training_set
-from dflash_core.recipe import Recipe
+from dflash_core.errors import GateError
+from dflash_core.quality.training_set import freeze_training_set, load_training_set, require_gate
+from dflash_core.recipe import Recipe, TrainingSetFiles
 from dflash_core.records import SourceFile
 from dflash_core.storage.store import Store
+from dflash_core.tokenization.fingerprint import fingerprint
 
 Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
 Sync = Callable[[], tuple[SourceFile, ...]]
@@ -75,3 +78,54 @@ def test_nothing_to_freeze_is_one_sentence(
     assert failure is not None
     assert failure.user_failure_data is not None
     assert failure.user_failure_data.description
+
+
+def test_19_of_20_files_are_frozen_and_18_are_refused(
+    instance: dg.DagsterInstance,
+    recipe: Recipe,
+    recipe_file: Path,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+) -> None:
+    with recipe_file.open("a") as file:
+        file.write("[gate]\nmin_coverage = 0.95\n")
+    names = [f"part-{number:02d}" for number in range(20)]
+    for number, name in enumerate(names):
+        source.put(f"{name}.jsonl", b"" if number == 3 else rows(4, name))
+    sync()
+    failure = materialize(names).failure_data_for_node("completion_files")
+    assert failure is not None
+    assert failure.user_failure_data is not None
+    assert "1 of 20 files failed" in (failure.user_failure_data.description or "")
+    checks, result = freeze(instance, recipe_file)
+    assert result.success
+    assert checks == {"gate": True, "coverage": False}, "19 of 20 are enough, and the other is named"
+    frozen = load_training_set(recipe, None)
+    assert frozen.missing == ("part-03",)
+    assert (len(frozen.shards), frozen.coverage) == (19, 0.95)
+    assert require_gate(frozen, False) == "passed"
+
+    source.put("part-04.jsonl", b"")
+    assert not materialize(["part-04"]).success
+    checks, result = freeze(instance, recipe_file)
+    assert result.success, "the refusal is written, too"
+    assert checks["gate"] is False
+    with pytest.raises(GateError, match="18 of 20"):
+        require_gate(load_training_set(recipe, None), False)
+
+
+def test_any_selection_is_a_training_set(
+    recipe: Recipe, source: Store, materialize: Materialize, sync: Sync, rows: Rows
+) -> None:
+    for name in ("a", "b", "c1", "c2"):
+        source.put(f"{name}.jsonl", rows(40, name))
+    sync()
+    assert materialize(["a", "b", "c1", "c2"]).success
+    for selectors, files in ((["a"], ["a"]), (["c?"], ["c1", "c2"]), (["b..c1"], ["b", "c1"])):
+        frozen = freeze_training_set(recipe, fingerprint(recipe), selectors)
+        assert [shard.partition for shard in frozen.shards] == files
+        assert (frozen.coverage, frozen.verdict.passed) == (1.0, True)
+    chosen = recipe.model_copy(update={"training_set": TrainingSetFiles(files=("b",))})
+    assert [shard.partition for shard in freeze_training_set(chosen, fingerprint(chosen)).shards] == ["b"]

@@ -8,9 +8,11 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 from dflash_assets.dev import dagster_ui, local_instance
 from dflash_assets.graphql import RUN, Dagster
 from dflash_assets.partitions import sync_partitions
+from dflash_core.quality.training_set import load_training_set
 from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.storage.embedded import store_of
 from dflash_core.storage.keys import partition_key
@@ -53,8 +56,33 @@ def completions(name: str, count: int = 4) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+class Webhook(ThreadingHTTPServer):
+    """A local server that keeps what it is told."""
+
+    told: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipe]:
+def webhook() -> Iterator[Webhook]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            server.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    server = Webhook(("127.0.0.1", 0), Handler)
+    server.told = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> Iterator[Recipe]:
     """A project in a folder of its own with a hundred small files, three of them unreadable."""
     folder = tmp_path_factory.mktemp("daemon")
     for name in ("dagster.yaml", "workspace.yaml"):
@@ -90,6 +118,8 @@ checkpoint_every_steps = 10000
 [automation]
 rerun_cron = "* * * * *"
 max_attempts = 2
+[alerts]
+webhook_url = "http://127.0.0.1:{webhook.server_port}/hook"
 """)
     with chdir(folder):
         loaded = load_recipe(RECIPE)
@@ -143,37 +173,43 @@ def worker(ui: Dagster, run: str) -> psutil.Process:
     return psutil.Process(int(found.group(1) or found.group(2)))
 
 
-def test_three_bad_files_of_a_hundred_fail_alone_and_only_they_are_rerun(ui: Dagster, stores: Stores) -> None:
-    every = [f"part-{number:03d}" for number in range(FILES)]
-    runs = ui.wait_for_backfill(ui.backfill(FILE_ASSETS, every), PATIENCE_S, lambda: None)
-    (told,) = [run.reason for run in runs]
+def test_three_bad_files_of_a_hundred_fail_alone_and_only_they_are_rerun(
+    ui: Dagster, stores: Stores, webhook: Webhook
+) -> None:
+    ui.switch_on(["tell_of_failed_runs"], [])
+    ui.backfill(FILE_ASSETS, [f"part-{number:03d}" for number in range(FILES)])
+    until(lambda: ui.partitions("loss_mask_stats") == (FILES, 97, 3), "97 green, 3 failed")
+    (run,) = local_instance().get_runs()
+    told = ui.wait_for_run(run.run_id, PATIENCE_S).reason
+    assert told.count("is empty") == len(BAD)
     for name in BAD:
         assert f"{name}: " in told
-    assert told.count("is empty") == len(BAD)
     for asset in FILE_ASSETS:
-        assert ui.partitions(asset) == (FILES, FILES - len(BAD), len(BAD))
+        assert ui.partitions(asset) == (FILES, 97, 3)
         assert failed_and_missing(ui, asset) == BAD
         page = dg.AssetRecordsFilter(dg.AssetKey(asset), asset_partitions=["part-063"])
         (record,) = local_instance().fetch_observations(page, limit=10).records
         assert record.asset_observation is not None
         assert "is empty" in str(record.asset_observation.metadata["reason"].value)
 
+    assert ui.wait_for_run(ui.materialize(["training_set"]), PATIENCE_S).succeeded
+    frozen = load_training_set(load_recipe(RECIPE))
+    assert (len(frozen.shards), set(frozen.missing), frozen.verdict.passed) == (97, BAD, True)
+    until(lambda: bool(webhook.told), "the webhook")
+    assert set(webhook.told[0]["failed"]) == BAD
+
     for name in BAD:
         stores.source.put(f"{name}.jsonl", completions(name))
     before = ui.last_materialization("tokenized_shards", "part-016")
-    selected = sorted(failed_and_missing(ui, "tokenized_shards"))
-    runs = ui.wait_for_backfill(ui.backfill(FILE_ASSETS, selected), PATIENCE_S, lambda: None)
-    assert all(run.succeeded for run in runs)
-    assert len(runs) == 2, "one run for each contiguous range of keys"
-    assert ui.last_materialization("tokenized_shards", "part-016") == before
+    ui.backfill(FILE_ASSETS, sorted(failed_and_missing(ui, "tokenized_shards")))
     for asset in FILE_ASSETS:
-        assert ui.partitions(asset) == (FILES, FILES, 0)
+        until(lambda asset=asset: ui.partitions(asset) == (FILES, FILES, 0), "all green")  # type: ignore[misc]
+    assert ui.last_materialization("tokenized_shards", "part-016") == before
 
 
 def test_what_is_valid_is_skipped_in_milliseconds_and_says_so(ui: Dagster) -> None:
     every = [f"part-{number:03d}" for number in range(40)]
-    (run,) = ui.wait_for_backfill(ui.backfill(FILE_ASSETS, every), PATIENCE_S, lambda: None)
-    assert run.succeeded
+    assert ui.wait_for_run(ui.materialize(FILE_ASSETS, every[0], last=every[-1]), PATIENCE_S).succeeded
     page = dg.AssetRecordsFilter(dg.AssetKey("tokenized_shards"), asset_partitions=every)
     latest = local_instance().fetch_materializations(page, limit=40).records
     events = [record.asset_materialization for record in latest]
@@ -188,9 +224,8 @@ def test_a_killed_run_keeps_what_it_finished_and_is_tried_again(ui: Dagster, sto
     for name in names:
         stores.source.put(f"{name}.jsonl", completions(name, 1500))
     sync_partitions(local_instance(), load_recipe(RECIPE))
-    ui.backfill(FILE_ASSETS, names)
+    running = ui.materialize(FILE_ASSETS, names[0], last=names[-1])
     until(lambda: len(failed_and_missing(ui, "loss_mask_stats")) < 12, "the first file")
-    (running,) = [run.run for run in ui.started_runs()]
     done = set(names) - failed_and_missing(ui, "loss_mask_stats")
     worker(ui, running).kill()
     until(lambda: status(ui, running) == "FAILURE", "the run is seen to be dead")
@@ -234,7 +269,12 @@ def test_training_waits_streams_saves_and_continues(ui: Dagster, stores: Stores)
     assert not [process for process in processes if process.is_running()]
     assert [key for key, _, _ in stores.derived.list("drafter_checkpoint/") if key.endswith(".json")], "no checkpoint"
 
-    until(lambda: "step" in log(ui, second), "the second run has the slot")
+    page = dg.AssetRecordsFilter(dg.AssetKey("drafter_checkpoint"))
+    (point, *_) = local_instance().fetch_observations(page, limit=10).records
+    assert point.asset_observation is not None
+    assert {"step", "loss", "accepted prefix", "seconds left"} <= set(point.asset_observation.metadata)
+
+    until(lambda: re.search(r"step (\d+)/", log(ui, second)) is not None, "the second run has the slot")
     step = re.search(r"step (\d+)/", log(ui, second))
     assert step is not None
     assert int(step.group(1)) > 1, "it continues"
