@@ -46,13 +46,18 @@ def report_steps(pipes: bool, lead: bool = True) -> Iterator[Report]:
         if lead and pipes:
             context = stack.enter_context(dagster_pipes.open_dagster_pipes())
             shown.append(_every(LINE_EVERY_S, lambda metrics: context.log.info(describe(metrics))))
-            shown.append(_every(OBSERVED_EVERY_S, lambda metrics: context.report_custom_message(scalars(metrics))))
+            shown.append(_every(OBSERVED_EVERY_S, lambda metrics: context.report_custom_message(_numbers(metrics))))
 
         def report(metrics: StepMetrics) -> None:
             for show in shown:
                 show(metrics)
 
         yield report
+
+
+def _numbers(metrics: StepMetrics) -> dict[str, float]:
+    """Where the run is and how well it goes, for the UI's plots."""
+    return {"step": metrics.step, "of_steps": metrics.steps, "seconds_left": metrics.eta_s, **scalars(metrics)}
 
 
 def describe(metrics: StepMetrics) -> str:

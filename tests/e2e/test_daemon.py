@@ -272,7 +272,7 @@ def test_training_waits_streams_saves_and_continues(ui: Dagster, stores: Stores)
     page = dg.AssetRecordsFilter(dg.AssetKey("drafter_checkpoint"))
     (point, *_) = local_instance().fetch_observations(page, limit=10).records
     assert point.asset_observation is not None
-    assert {"step", "loss", "accepted prefix", "seconds left"} <= set(point.asset_observation.metadata)
+    assert {"step", "train loss", "train accepted prefix", "seconds left"} <= set(point.asset_observation.metadata)
 
     until(lambda: re.search(r"step (\d+)/", log(ui, second)) is not None, "the second run has the slot")
     step = re.search(r"step (\d+)/", log(ui, second))
