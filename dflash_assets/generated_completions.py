@@ -122,7 +122,7 @@ class _Report:
         """A line in the log every now and then."""
         if time.monotonic() - self._logged_at > LOG_EVERY_S:
             self._logged_at = time.monotonic()
-            self.context.log.info(now.text())
+            self.context.log.info(f"{now.share:.0%}: {now.text()}")
 
     def note(self, sentence: str) -> None:
         """What people should know."""

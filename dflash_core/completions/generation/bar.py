@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
@@ -19,8 +18,4 @@ def generation_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
 
-        def show(now: Progress) -> None:
-            eta = "" if now.eta_s is None else f"{timedelta(seconds=round(now.eta_s))} left, "
-            bar.update(task, completed=now.share, description=eta + now.text())
-
-        yield show
+        yield lambda now: bar.update(task, completed=now.share, description=now.text())

@@ -3,6 +3,7 @@
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from dflash_core.completions.generation.answers import Answer
 from dflash_core.recipe import Generation
@@ -36,7 +37,8 @@ class Progress:
 
     def text(self) -> str:
         """One short line."""
-        parts = [f"{self.tokens_per_s:,.0f} tokens/s", f"{self.in_flight} of {self.allowed} in flight"]
+        parts = [] if self.eta_s is None else [f"{timedelta(seconds=round(self.eta_s))} left"]
+        parts += [f"{self.tokens_per_s:,.0f} tokens/s", f"{self.in_flight} of {self.allowed} in flight"]
         parts += [f"{count:,} {outcome}" for outcome, count in self.outcomes.items()]
         if self.cost_estimate:
             parts.append(f"cost {self.cost:,.2f} of about {self.cost_estimate:,.2f}")
