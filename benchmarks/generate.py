@@ -61,11 +61,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child is not None:
         return _child(arguments.child)
+    numbers: Numbers = {}
     with tempfile.TemporaryDirectory() as folder, embedded_store(Path(folder) / "store"):
         ensure_bucket("bench")
-        numbers = _busy(Path(folder), arguments) | _killed(Path(folder), arguments)
-    for name, value in numbers.items():
-        print(f"{name:34} {value:,.3f}")
+        for part in (_busy, _killed):
+            found = part(Path(folder), arguments)
+            print("\n".join(f"{name:34} {value:,.3f}" for name, value in found.items()), flush=True)
+            numbers |= found
     missed = [
         *([f"{numbers['busy slots']:.3f} of the slots are busy"] if numbers["busy slots"] < MIN_BUSY else []),
         *([f"memory grows {numbers['memory growth']:.2f} x"] if numbers["memory growth"] > FLAT else []),
