@@ -160,6 +160,17 @@ def test_bad_answers_are_counted_and_named(
     assert asked == {"[always:400]", "[always:500]", "[say:filter]"}
 
 
+def test_a_prompt_has_a_total_time(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate, stores: Stores
+) -> None:
+    """A server that takes a request and never answers it does not hold the others up."""
+    prompts("a", ["[always:stall]", "Hi?"])
+    (manifest,) = made(generate(recipe_on(serve(), request_timeout_s=0.5, total_timeout_s=1.5)))
+    assert manifest.outcomes == {"good": 1, "unanswered": 1}
+    (reject,) = rejects_of(stores, manifest)
+    assert "no answer within 1.5 s" in reject.detail
+
+
 def test_a_truncated_answer_may_take_more_tokens(
     serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate, stores: Stores
 ) -> None:
