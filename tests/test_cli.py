@@ -5,12 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
-from dflash_core.recipe import Storage
+from dflash_core import cli
+from dflash_core.recipe import Recipe, Storage
+from dflash_core.records import SourceFile
 from dflash_core.storage.store import Store, make_client
+from dflash_core.tokenization import pipeline
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -108,6 +115,29 @@ def test_the_data_half_runs_where_torch_cannot_be_imported(recipe: Path, source:
     train = run("train")
     assert train.returncode
     assert "no torch here" in train.stderr
+
+
+def test_no_files_outcome_is_kept_at_the_terminal(
+    recipe: Path, source: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else memory grows with the number of files: 110 KB of statistics each."""
+    source.put("a.jsonl", completions(3))
+    real, seen = pipeline.process_files, list[weakref.ref[pipeline.FileDone]]()
+
+    def many(settings: Recipe, sources: Sequence[SourceFile]) -> Iterator[pipeline.FileDone]:
+        (outcome,) = real(settings, sources)
+        assert isinstance(outcome, pipeline.FileDone)
+        for _ in range(20):
+            one = replace(outcome)
+            seen.append(weakref.ref(one))
+            yield one
+            del one
+            assert sum(reference() is not None for reference in seen) <= 1
+
+    monkeypatch.setattr(pipeline, "process_files", many)
+    with pytest.raises(typer.Exit):
+        cli.tokenize(None, recipe)
+    assert "20 of 1 files, 0 of them still valid: 60 rows read" in capsys.readouterr().out
 
 
 def test_a_failed_file_is_named_once(recipe: Path, source: Store) -> None:
