@@ -39,7 +39,7 @@ test: $(READY)  ## the fast tests, at most 12 minutes on two cores
 test-services: $(READY) browser postgres  ## the running UI in a real browser, the demo from start to end
 	$(BIN)/python -m pytest -m services --material=$(MATERIAL)
 
-test-scale: $(READY)  ## what takes long: SIGKILL at every crash point of a training
+test-scale: $(READY)  ## what takes long: 1,805 files through the daemon, SIGKILL at every crash point
 	$(BIN)/python -m pytest -m scale --material=$(MATERIAL)
 
 test-serving: $(READY) $(SERVING_READY)  ## exported drafters in vLLM on the CPU, against our own decoder
