@@ -108,12 +108,12 @@ def train(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Train
 
 @pytest.fixture(scope="session")
 def demo_drafter(train: Train) -> Trained:
-    """The demo's drafter after two epochs over a third of its completions."""
+    """The demo's drafter after four epochs over a third of its completions."""
     recipe = load_recipe(REPOSITORY / "recipes" / "demo.toml")
     questions = [(problem.id, problem.question) for problem in word_problems(COMPLETIONS, 11, "train")]
     rows = sample_completions(DEMO_TARGET, questions, 0.7, 256, 11, on_progress=lambda done, total: None)
     tables = recipe.model_dump(include={"tokenization", "gate", "drafter", "training", "evaluation"})
-    tables["training"]["epochs"] = 2
+    tables["training"]["epochs"] = 4
     tables["tokenization"]["workers"] = 1
     target = {"path": DEMO_TARGET, "layers": 3, "dtype": "float32"}
     lines = b"".join(orjson.dumps(row) + b"\n" for row in rows)

@@ -80,7 +80,7 @@ def test_serve_check_starts_vllm_and_finds_no_difference(
     print(check.model_dump_json(indent=1))
     assert check.served_histogram == check.decoded_histogram
     assert (check.compared, check.differences) == (2 * PROMPTS, ())
-    assert check.served_acceptance_length > 3
+    assert check.served_acceptance_length > 2
     assert check.verdict.startswith("equal in every step")
 
 
