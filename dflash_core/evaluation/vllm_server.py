@@ -34,8 +34,8 @@ class VllmOptions:
 
     dtype: str = "float32"
     """float32 where output shall equal the target's own token by token; bfloat16 breaks ties otherwise now and then."""
-    threads: int = 2
-    """OpenMP threads of a CPU build."""
+    threads: int = 1
+    """OpenMP threads of a CPU build; for small targets on busy cores more of them only wait for each other."""
     max_num_seqs: int = 4
     """Requests decoded together."""
     speculative_tokens: int | None = None
