@@ -57,7 +57,7 @@ def local_instance() -> dg.DagsterInstance:
 def _serve(recipe: Path, port: int) -> None:
     with dagster_ui(recipe, port, log=None) as ui:
         ui.wait_until_loaded()
-        _switch_on(ui)
+        switch_on(ui)
         print(f"\n  Dagster UI: {ui.url}\n  Ctrl-C stops it; its state stays in .dflash/\n", flush=True)
         try:
             signal.pause()
@@ -65,7 +65,7 @@ def _serve(recipe: Path, port: int) -> None:
             print("stopping; training saves a checkpoint first", flush=True)
 
 
-def _switch_on(ui: Dagster) -> None:
+def switch_on(ui: Dagster) -> None:
     """Start what runs by itself, except what somebody has started or stopped in this instance before."""
     touched = {state.name for state in local_instance().all_instigator_state()}
     ui.switch_on([name for name in SENSORS if name not in touched], [name for name in SCHEDULES if name not in touched])

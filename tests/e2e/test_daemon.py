@@ -20,7 +20,8 @@ import dagster as dg
 import psutil
 import pytest
 
-from dflash_assets.dev import dagster_ui, local_instance
+from dflash_assets.dev import SCHEDULES, SENSORS, dagster_ui, local_instance, switch_on
+from dflash_assets.graphql import REPOSITORY as SELECTOR
 from dflash_assets.graphql import RUN, Dagster
 from dflash_assets.partitions import sync_partitions
 from dflash_core.quality.training_set import load_training_set
@@ -302,3 +303,18 @@ def test_a_failed_file_was_tried_again_and_then_quarantined(ui: Dagster) -> None
 
     until(lambda: verdict() == "FAILED", "the quarantine")
     assert states() == ["failed", "asked for again", "failed"], "tried no more"
+
+
+def test_make_dev_switches_on_what_nobody_has_touched(ui: Dagster) -> None:
+    def states() -> dict[str, str]:
+        return {state.name: state.status.value for state in local_instance().all_instigator_state()}
+
+    switch_on(ui)
+    assert states() == dict.fromkeys((*SENSORS, *SCHEDULES), "RUNNING")
+    sensor = ui.ask(
+        "query($selector: SensorSelector!) { sensorOrError(sensorSelector: $selector) { ... on Sensor { id } } }",
+        selector={**SELECTOR, "sensorName": "nightly_stages"},
+    )["sensorOrError"]["id"]
+    ui.ask("mutation($id: String!) { stopSensor(id: $id) { __typename } }", id=sensor)
+    switch_on(ui)
+    assert states()["nightly_stages"] == "STOPPED", "somebody's own choice stays"
