@@ -6,18 +6,22 @@ Asks the instance, not the webserver, so it works while the UI runs and while it
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
+from textwrap import shorten
 
 import dagster as dg
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from dflash_assets.completion_files import FILE_ASSETS
 from dflash_assets.partitions import sync_partitions
 from dflash_assets.quarantine import FailedFile, failed_files, statuses
 from dflash_core.recipe import Recipe
 
 STATES = ("materialized", "failed", "in progress", "missing")
 RUNS = 8
+REASON = 70
+"""Characters; the whole reasons stand beside the failed files and in the UI."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ def render(status: Status) -> RenderableType:
         parts.append(f"{len(status.vanished)} partitions without a file: {escape(', '.join(status.vanished[:10]))}")
     runs = Table("run", "what", "status", "started", "seconds", "reason", title="last runs", title_justify="left")
     for run in status.runs:
-        started = datetime.fromtimestamp(run.started).strftime("%Y-%m-%d %H:%M:%S") if run.started else ""
+        started = datetime.fromtimestamp(run.started).strftime("%m-%d %H:%M") if run.started else ""
         seconds = f"{run.ended - run.started:.0f}" if run.started and run.ended else ""
-        runs.add_row(run.run[:8], escape(run.what), run.status, started, seconds, escape(run.reason))
+        runs.add_row(run.run[:8], escape(run.what), run.status, started, seconds, escape(shorten(run.reason, REASON)))
     parts.append(runs if status.runs else "no runs yet")
     return Group(*parts)
 
@@ -89,7 +93,8 @@ def _summary(instance: dg.DagsterInstance, record: dg.RunRecord) -> RunSummary:
     assets = sorted(key.to_user_string() for key in run.asset_selection or ())
     range_start, range_end = (run.tags.get(f"dagster/asset_partition_range_{end}") for end in ("start", "end"))
     partition = run.tags.get("dagster/partition") or (f"{range_start} to {range_end}" if range_start else "")
-    what = ", ".join(assets) or run.job_name
+    of_files = {key.to_user_string() for key in FILE_ASSETS} == set(assets)
+    what = "files" if of_files else ", ".join(assets) or run.job_name
     return RunSummary(
         run=run.run_id,
         what=f"{what} ({partition})" if partition else what,
