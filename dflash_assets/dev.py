@@ -87,7 +87,8 @@ def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
         ui = Dagster(f"http://127.0.0.1:{_free(port)}")
         # -W: `dagster dev` warns that `dg dev` supersedes it, which needs a project of another form.
         dagster = [sys.executable, "-W", "ignore:Function", "-m", "dagster"]
-        command = [*dagster, "dev", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]]
+        # -w: without it a pyproject.toml in this folder would name the code location, and name it otherwise.
+        command = [*dagster, "dev", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]]
         environment = {"DAGSTER_HOME": str(Path.cwd()), "DFLASH_RECIPE": str(recipe.resolve())}
         with supervised(command, "INT", STOP_TIMEOUT_S, log, environment, lock) as process:
             deadline = time.monotonic() + START_TIMEOUT_S

@@ -30,7 +30,7 @@ Tell = Callable[[], Told]
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a user has after cloning, without the virtual environment and without any state."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ("dagster.yaml", "workspace.yaml", "recipes", "demo"):
+    for name in ("dagster.yaml", "workspace.yaml", "pyproject.toml", "recipes", "demo"):
         path = REPOSITORY / name
         if path.is_dir():
             shutil.copytree(path, folder / name)
