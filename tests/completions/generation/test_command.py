@@ -49,7 +49,7 @@ def test_generate_then_verify(generating: Path) -> None:
 def test_refusals_are_one_sentence(generating: Path) -> None:
     for arguments, environment, sentence in (
         ((), {}, "generation.api_key_variable names TEST_KEY, which is not set"),
-        (("nothing",), {"TEST_KEY": KEY}, "no prompts for nothing; keys look like a"),
+        (("nothing",), {"TEST_KEY": KEY}, "no prompts for nothing; there are 2, from a to b"),
         (("--server", "http://169.254.169.254/v1"), {"TEST_KEY": KEY}, "never talked to"),
         (("--server", "http://127.0.0.1:9/v1"), {"TEST_KEY": KEY}, "cannot be used"),
     ):
