@@ -279,7 +279,7 @@ def test_training_waits_streams_saves_and_continues(ui: Dagster, stores: Stores)
     step = re.search(r"step (\d+)/", log(ui, second))
     assert step is not None
     assert int(step.group(1)) > 1, "it continues"
-    (trainer,) = [process for process in worker(ui, second).children() if "launch" in " ".join(process.cmdline())]
+    (trainer,) = [process for process in worker(ui, second).children() if "--result" in process.cmdline()]
     os.kill(trainer.pid, signal.SIGKILL)
     end = ui.wait_for_run(second, PATIENCE_S)
     assert not end.succeeded
