@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import chdir
+from contextlib import ExitStack, chdir
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,18 @@ def stores(recipe: Recipe) -> Stores:
 
 
 @pytest.fixture(scope="module")
-def ui(recipe: Recipe) -> Iterator[Dagster]:
+def stack() -> Iterator[ExitStack]:
+    """Closing it stops Dagster, as Ctrl-C in `make dev` does."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def ui(recipe: Recipe, stack: ExitStack) -> Dagster:
     sync_partitions(local_instance(), recipe)
-    with dagster_ui(RECIPE, 0, Path("dagster.log")) as running:
-        running.wait_until_loaded()
-        yield running
+    running = stack.enter_context(dagster_ui(RECIPE, 0, Path("dagster.log")))
+    running.wait_until_loaded()
+    return running
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -318,3 +325,14 @@ def test_make_dev_switches_on_what_nobody_has_touched(ui: Dagster) -> None:
     ui.ask("mutation($id: String!) { stopSensor(id: $id) { __typename } }", id=sensor)
     switch_on(ui)
     assert states()["nightly_stages"] == "STOPPED", "somebody's own choice stays"
+
+
+def test_stopping_waits_for_the_checkpoint(ui: Dagster, stack: ExitStack, stores: Stores) -> None:
+    run = ui.materialize(["drafter_checkpoint"])
+    until(lambda: re.search(r"step \d+/", log(ui, run)) is not None, "training")
+    saved = {key for key, _, _ in stores.derived.list("drafter_checkpoint/")}
+    stack.close()
+    ended = local_instance().get_run_by_id(run)
+    assert ended is not None
+    assert ended.status == dg.DagsterRunStatus.CANCELED
+    assert {key for key, _, _ in stores.derived.list("drafter_checkpoint/")} - saved, "a newer checkpoint"
