@@ -1,0 +1,121 @@
+"""The recipe: one TOML file describes one complete run, validated here once and trusted everywhere else.
+
+Unknown keys are refused, paths are resolved against the working directory, and every field has its unit in its name or
+its docstring. Nothing below this module reads the environment (boto3 itself reads the standard AWS variables).
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError, model_validator
+
+from dflash_core.errors import RecipeError
+from dflash_core.recipe.base import Section, TemplateOption
+from dflash_core.recipe.data import (
+    Gate,
+    Generation,
+    Outcomes,
+    Sampling,
+    Source,
+    Storage,
+    Target,
+    Tokenization,
+    TrainingSetFiles,
+)
+from dflash_core.recipe.drafter import Drafter, Evaluation, Export, Placement, Training
+from dflash_core.recipe.operations import Alerts, Automation
+
+__all__ = [
+    "Alerts",
+    "Automation",
+    "Drafter",
+    "Evaluation",
+    "Export",
+    "Gate",
+    "Generation",
+    "Outcomes",
+    "Placement",
+    "Recipe",
+    "Sampling",
+    "Source",
+    "Storage",
+    "Target",
+    "TemplateOption",
+    "Tokenization",
+    "Training",
+    "TrainingSetFiles",
+    "load_recipe",
+]
+
+
+class Recipe(Section):
+    """One complete run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    seed: int = 0
+    source: Source
+    storage: Storage
+    target: Target
+    tokenization: Tokenization = Tokenization()
+    training_set: TrainingSetFiles = TrainingSetFiles()
+    gate: Gate = Gate()
+    drafter: Drafter = Drafter()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    export: Export = Export()
+    automation: Automation = Automation()
+    alerts: Alerts = Alerts()
+    generation: Generation | None = None
+
+    @model_validator(mode="after")
+    def _prompts_apart(self) -> "Recipe":
+        if self.generation is not None and self.generation.prompts.bucket == self.source.bucket:
+            first, second = sorted((self.generation.prompts.prefix, self.source.prefix))
+            if second.startswith(first):
+                raise ValueError(f"generation.prompts ({first!r}) and source ({second!r}) must not lie in one another")
+        return self
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The folder of the tokenizer that renders the completions."""
+        return self.tokenization.tokenizer or self.target.path
+
+    @property
+    def min_supervised_tokens(self) -> int:
+        """Fewest supervised tokens a row may have to be kept."""
+        return self.tokenization.min_supervised_tokens or 2 * self.drafter.block_size
+
+    @property
+    def gamma(self) -> float:
+        """Decay constant of the slot weights (section 3 of the paper: 7, 5, 4 for block sizes 16, 10, 8)."""
+        if self.training.gamma is not None:
+            return self.training.gamma
+        return 7.0 if self.drafter.block_size >= 16 else 5.0 if self.drafter.block_size >= 10 else 4.0
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read and validate a recipe.
+
+    Raises:
+        RecipeError: the file is missing, is no TOML, has an unknown or ill-typed key; the message names file and key.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"recipe {path} does not exist; give an existing TOML file, for example recipes/demo.toml"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error}") from None
+    try:
+        return Recipe.model_validate(table)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc']) or 'recipe'}: {_explain(e['type'], e['msg'])}" for e in error.errors()
+        )
+        raise RecipeError(f"recipe {path}: {problems}") from None
+
+
+def _explain(kind: str, message: str) -> str:
+    return "no such key; check its spelling" if kind == "extra_forbidden" else message

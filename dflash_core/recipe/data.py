@@ -1,0 +1,185 @@
+"""The data half of the recipe: where completions lie, how they are made, tokenized, selected and judged."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dflash_core.recipe.base import Positive, Section, Share, TemplateOption
+
+
+class Source(Section):
+    """Where the completions lie: every object below `prefix` ending in .jsonl, .jsonl.gz or .jsonl.zst."""
+
+    bucket: str
+    prefix: str = ""
+
+
+class Storage(Section):
+    """Where everything derived goes, and how the object store is reached (credentials: the standard AWS variables)."""
+
+    bucket: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+    region: str | None = None
+    embedded_store: Path | None = None
+    """Use the embedded object store with its data in this folder, started where it does not run yet."""
+    work_dir: Path = Path(".dflash/work")
+    """Local scratch: memory-mapped shards and training checkpoints on their way to S3."""
+    downloads: Positive = 32
+    """Downloads in flight over all worker processes together."""
+    uploads: Positive = 32
+    """Uploads in flight over all worker processes together."""
+    attempts: Positive = 5
+    connect_timeout_s: float = Field(10.0, gt=0)
+    read_timeout_s: float = Field(60.0, gt=0)
+    request_checksums: bool = True
+    """Off for object stores that refuse the x-amz-checksum headers of recent SDKs."""
+
+    @model_validator(mode="after")
+    def _one_store(self) -> "Storage":
+        if self.embedded_store is not None and self.endpoint_url is not None:
+            raise ValueError("give embedded_store or endpoint_url, not both")
+        return self
+
+
+class Target(Section):
+    """The frozen target model: a local Hugging Face folder (config.json, tokenizer, safetensors)."""
+
+    path: Path
+    layer_ids: tuple[int, ...] | None = None
+    """Decoder layers whose outputs the drafter sees; None: `layers` of them, spread as in section 2 of the paper."""
+    layers: Positive = 5
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class Tokenization(Section):
+    """Completions -> token ids and loss masks. All but `backend`, `audit_share`, `workers` enters the fingerprint."""
+
+    tokenizer: Path | None = None
+    """A tokenizer folder (config.json beside it); None: the target's."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's own chat template; give the one that serving uses."""
+    template_options: dict[str, TemplateOption] = Field(default_factory=dict)
+    """Options of the chat template, as serving passes them, for example enable_thinking."""
+    max_length: Positive = 4096
+    """Tokens in a row, prompt included."""
+    truncation: Literal["cut", "drop"] = "cut"
+    """A longer row is cut at the right and marked "no terminator", or dropped and counted."""
+    turns: Literal["all", "last"] = "all"
+    """One row per assistant turn, each rendered as inference saw it, or the last turn only."""
+    truncated_thinking: Literal["keep", "reject"] = "keep"
+    """Rows whose answer ended by length inside the thought."""
+    supervise_empty_thought: bool = True
+    """Whether the template's empty think block before an answer without a thought counts in the loss."""
+    repeats: Literal["keep", "drop"] = "keep"
+    """Rows with the ids of an earlier row of their file; those of other files only count, in the gate."""
+    min_supervised_tokens: Positive | None = None
+    """Rows with fewer are dropped (and counted, by the gate too); None: twice the block size."""
+    backend: Literal["auto", "fastokens", "huggingface"] = "auto"
+    audit_share: Share = 0.001
+    workers: int = Field(0, ge=0)
+    """Worker processes; 0: one per core."""
+
+
+class Gate(Section):
+    """Thresholds of the gate between data and training. Shares are of rendered rows unless said otherwise."""
+
+    near_empty_tokens: Positive = 16
+    """A row with at most this many supervised tokens is near-empty."""
+    max_near_empty_share: Share = 0.02
+    """Over all files together, as are the other shares."""
+    max_spike_share: Share = 0.5
+    """Rows with one and the same number of supervised tokens (or within five neighbouring numbers)."""
+    max_truncated_share: Share = 0.10
+    """Rows that the engine ended at its token limit."""
+    max_rejected_share: Share = 0.02
+    """Of rows read."""
+    max_dropped_share: Share = 0.25
+    """Rows left out after rendering, for too few supervised tokens or too many tokens."""
+    max_duplicate_share: Share = 0.05
+    """Rows whose text occurred before, in this file or another."""
+    file_factor: float = Field(5.0, ge=1)
+    """One single file may have this many times each share."""
+    min_median_supervised_tokens: int = Field(32, ge=0)
+    min_coverage: Share = 0.95
+    """Share of the source files that must be in the training set."""
+
+
+class TrainingSetFiles(Section):
+    """What goes into the training set."""
+
+    files: tuple[str, ...] = ()
+    """Keys, patterns ("part-0*") and ranges ("part-007..part-031"); none: every source file."""
+
+
+class Sampling(Section):
+    """What is asked of the target. None: not sent, so the server's own default holds."""
+
+    max_tokens: Positive = 4096
+    """Tokens of an answer, its thought included."""
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = Field(None, gt=0)
+    seed: bool = True
+    """Send a seed of its own with every prompt, drawn from the recipe's."""
+
+
+class Outcomes(Section):
+    """What becomes of answers that are no good. Retry: ask again, and drop what is no better after `retries`."""
+
+    truncated: Literal["keep", "retry", "drop"] = "keep"
+    """Ended by the token limit. A retry may take `more_tokens` times as many."""
+    empty: Literal["keep", "retry", "drop"] = "retry"
+    """No text (a kept one is rejected by raw_completions)."""
+    loop: Literal["keep", "retry", "drop"] = "drop"
+    """Ends in a repetition loop."""
+    duplicate: Literal["keep", "drop"] = "drop"
+    """Prompt and answer both occurred before in the file."""
+    retries: Positive = 1
+    more_tokens: float = Field(2.0, ge=1)
+    max_bad_share: Share = 0.5
+    """A file with a larger share of bad answers is given up, as soon as that many of `enough_answers` are bad."""
+    enough_answers: Positive = 64
+
+
+class Generation(Section):
+    """prompts -> an OpenAI-compatible server -> completions, written to where `source` says. Absent: no generation."""
+
+    prompts: Source
+    """Every JSONL file below it becomes the source file of the same partition."""
+    servers: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Base URLs, as a rule ending in /v1, all serving `model`."""
+    model: str
+    api_key_variable: str | None = None
+    """The environment variable that holds the servers' key, never the key itself."""
+    sampling: Sampling = Sampling()
+    outcomes: Outcomes = Outcomes()
+    answers_in_prompts: Literal["reject", "replace"] = "reject"
+    """A prompt that ends with an answer: rejected, or its answer is generated anew (and all others are left)."""
+    overwrite: bool = False
+    """Whether a source file that was not generated by this platform may be replaced."""
+    token_ids: bool = True
+    """Ask for the engine's token ids where the server knows how."""
+    concurrency: Positive = 64
+    """Most requests in flight to one server; adapts downwards to what it bears."""
+    attempts: Positive = 6
+    """Requests that may fail before a prompt is left without an answer."""
+    connect_timeout_s: float = Field(10.0, gt=0)
+    request_timeout_s: float = Field(1800.0, gt=0)
+    total_timeout_s: float = Field(7200.0, gt=0)
+    """For one answer, all its tries and waits together."""
+    patience_s: float = Field(300.0, gt=0)
+    """Without any answer from any server for this long, everything stops."""
+    commit_every_s: float = Field(5.0, gt=0)
+    """At most this much work is lost to a kill."""
+    price_prompt_tokens: float = Field(0.0, ge=0)
+    """Per million, in any currency; with the two others it gives the estimate of the cost."""
+    price_completion_tokens: float = Field(0.0, ge=0)
+    """Per million."""
+    price_hour: float = Field(0.0, ge=0)
+    """Of all servers together."""

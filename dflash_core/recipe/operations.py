@@ -1,0 +1,30 @@
+"""What runs by itself and who is told."""
+
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from dflash_core.recipe.base import Cron, Positive, Section
+
+
+class Automation(Section):
+    """What Dagster does by itself once its schedules and sensors are switched on."""
+
+    rerun_cron: Cron = "*/15 * * * *"
+    """When failed files are tried again."""
+    nightly_cron: Cron = "0 2 * * *"
+    """When the whole lineage is brought up to date."""
+    timezone: str = "UTC"
+    max_attempts: Positive = 3
+    """Tries of one version of a file, the first included; after them it is quarantined until released or replaced."""
+
+
+class Alerts(Section):
+    """Who is told of a failed run, at once."""
+
+    webhook_url: SecretStr | None = None
+    """A POST with JSON goes there; None: nobody is told. Never logged."""
+    format: Literal["json", "slack"] = "json"
+    ui_url: str | None = None
+    """Where people reach the Dagster UI, for the link in the message."""
+    timeout_s: float = Field(10.0, gt=0)
