@@ -136,7 +136,7 @@ def test_no_files_outcome_is_kept_at_the_terminal(
 
     monkeypatch.setattr(pipeline, "process_files", many)
     with pytest.raises(typer.Exit):
-        cli.tokenize(None, recipe)
+        cli.data.tokenize(None, recipe)
     assert "20 of 1 files, 0 of them still valid: 60 rows read" in capsys.readouterr().out
 
 
