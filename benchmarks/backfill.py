@@ -17,12 +17,13 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import chdir
+from contextlib import chdir, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -73,15 +74,9 @@ class Residents(threading.Thread):
     def run(self) -> None:
         """As long as this process lives."""
         while True:
-            for child in psutil.Process().children(recursive=True):
-                try:
-                    line = " ".join(child.cmdline())
-                    resident = child.memory_info().rss / 1e6
-                except psutil.NoSuchProcess:
-                    continue
-                for role, mark in ROLES.items():
-                    if mark in line and "execute_run" not in line and "sh -c" not in line:
-                        self.samples[role].append(resident)
+            for role, process in dagster_processes():
+                with suppress(psutil.NoSuchProcess):
+                    self.samples[role].append(process.memory_info().rss / 1e6)
             time.sleep(SAMPLE_S)
 
     def growth(self) -> dict[str, float]:
@@ -95,25 +90,45 @@ class Residents(threading.Thread):
         return found
 
 
-def tokenized(settings: Recipe, work: Path) -> float:
-    """Seconds of one `dflash tokenize`."""
-    began = time.monotonic()
+def tokenized(settings: Recipe, work: Path) -> tuple[float, float]:
+    """Seconds and CPU-seconds of one `dflash tokenize`."""
+    began, cpu = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     finish(start(settings, work))
-    return time.monotonic() - began
+    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
 
 
-def backfilled(ui: Dagster, partitions: list[str]) -> tuple[float, int]:
-    """Seconds and runs of one backfill of everything."""
-    began = time.monotonic()
+def cpu_of_dagster() -> float:
+    """CPU-seconds of daemon, webserver and code server so far, with all runs that have ended."""
+    return sum(sum(process.cpu_times()[:4]) for _, process in dagster_processes())
+
+
+def dagster_processes() -> Iterator[tuple[str, psutil.Process]]:
+    """Dagster's long-lived processes below this one, by role; runs come and go beneath the code server."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(child.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        for role, mark in ROLES.items():
+            if mark in line and "execute_run" not in line and "sh -c" not in line:
+                yield role, child
+
+
+def backfilled(ui: Dagster, partitions: list[str]) -> tuple[float, float, int]:
+    """Seconds, CPU-seconds and runs of one backfill of everything."""
+    began, cpu = time.monotonic(), cpu_of_dagster()
     runs = ui.wait_for_backfill(ui.backfill(ASSETS, partitions), TIMEOUT_S, lambda: None)
     wall = time.monotonic() - began
+    time.sleep(SAMPLE_S)  # the last run is waited for by then
+    cpu = cpu_of_dagster() - cpu
     for run in runs:
         if not run.succeeded:
             sys.exit(f"run {run.run} failed: {run.reason}")
     _, materialized, failed = ui.partitions(ASSETS[-1])
     if (materialized, failed) != (len(partitions), 0):
         sys.exit(f"{materialized} of {len(partitions)} partitions are materialized, {failed} failed")
-    return wall, len(runs)
+    return wall, cpu, len(runs)
 
 
 def database_bytes(home: Path) -> int:
@@ -162,13 +177,15 @@ def through_dagster(settings: Recipe, folder: Path, look: bool) -> dict[str, flo
         before = database_bytes(home)
         residents = Residents()
         residents.start()
-        first, runs = backfilled(ui, partitions)
+        first, cpu, runs = backfilled(ui, partitions)
         after = database_bytes(home)
-        again, _ = backfilled(ui, partitions)
+        again, cpu_again, _ = backfilled(ui, partitions)
         return {
             "backfill_s": first,
+            "backfill_cpu_s": cpu,
             "runs": runs,
             "backfill_of_valid_s": again,
+            "backfill_of_valid_cpu_s": cpu_again,
             "database_bytes_a_partition": (after - before) / len(partitions),
             "database_bytes_a_partition_again": (database_bytes(home) - after) / len(partitions),
             **residents.growth(),
@@ -191,16 +208,20 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
         terminal, dagster = (settings_of(arguments.tokenizer.resolve(), f"{name}/") for name in ("terminal", "dagster"))
         ensure_bucket(terminal.storage.bucket)
         upload(work / "corpus", open_stores(terminal).source)
-        through_cli = {"tokenize_s": tokenized(terminal, work), "tokenize_of_valid_s": tokenized(terminal, work)}
+        (wall, cpu), (wall_again, cpu_again) = (tokenized(terminal, work) for _ in range(2))
         (work / "project").mkdir()
         through_ui = through_dagster(dagster, work / "project", arguments.pages)
     return {
         "files": arguments.files,
         "source_bytes": made,
-        **through_cli,
+        "tokenize_s": wall,
+        "tokenize_cpu_s": cpu,
+        "tokenize_of_valid_s": wall_again,
         **through_ui,
-        "overhead_s": through_ui["backfill_s"] - through_cli["tokenize_s"],
-        "overhead_of_valid_s": through_ui["backfill_of_valid_s"] - through_cli["tokenize_of_valid_s"],
+        "overhead_s": through_ui["backfill_s"] - wall,
+        "overhead_cpu_s": through_ui["backfill_cpu_s"] - cpu,
+        "overhead_of_valid_s": through_ui["backfill_of_valid_s"] - wall_again,
+        "overhead_of_valid_cpu_s": through_ui["backfill_of_valid_cpu_s"] - cpu_again,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -67,9 +67,9 @@ def told(tell: Tell) -> Told:
     return tell()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium."""
+    """Debian's Chromium; not for the whole session, since playwright keeps an event loop running."""
     executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if executable is None:
         pytest.fail("no Chromium on this machine; `make browser` installs Debian's")
