@@ -64,12 +64,16 @@ loss_mask_stats = dg.AssetSpec(
 FILE_ASSETS = (raw_completions.key, tokenized_shards.key, loss_mask_stats.key)
 
 rows_conserved = dg.AssetCheckSpec(
-    "rows_conserved", asset="tokenized_shards", description="Rows read = rows kept + rows rejected, file by file."
+    "rows_conserved",
+    asset="tokenized_shards",
+    description="Rows read = rows kept + rows rejected, file by file.",
+    blocking=True,
 )
 mask_invariants = dg.AssetCheckSpec(
     "mask_invariants",
     asset="tokenized_shards",
     description="Loss masks keep their promises, in every row of a sample of the run's shards.",
+    blocking=True,
 )
 SAMPLED_SHARDS = 3
 

@@ -30,8 +30,15 @@ class RunConfig(dg.Config):
     pool="gpu",
     op_tags=GPU_TAGS,
     check_specs=[
-        dg.AssetCheckSpec("lossless", asset="drafter_eval", description="The same tokens with and without a drafter."),
-        dg.AssetCheckSpec("acceptance", asset="drafter_eval", description="At or above the recipe's threshold."),
+        dg.AssetCheckSpec(
+            "lossless",
+            asset="drafter_eval",
+            description="The same tokens with and without a drafter.",
+            blocking=True,
+        ),
+        dg.AssetCheckSpec(
+            "acceptance", asset="drafter_eval", description="At or above the recipe's threshold.", blocking=True
+        ),
         dg.AssetCheckSpec(
             "not_worse",
             asset="drafter_eval",

@@ -7,10 +7,10 @@ the lineage. A failing verdict is written too; training refuses it.
 import dagster as dg
 
 from dflash_assets.completion_files import loss_mask_stats, tokenized_shards
-from dflash_assets.metadata import GROUP, bullets, file_uri
+from dflash_assets.metadata import GROUP, bullets, file_uri, picture
 from dflash_assets.resources import RecipeResource
 from dflash_core.errors import UserError
-from dflash_core.quality.training_set import freeze_training_set, report_key
+from dflash_core.quality.training_set import freeze_training_set, picture_key, report_key
 from dflash_core.records import TrainingSet
 from dflash_core.storage.store import open_stores
 from dflash_core.tokenization.fingerprint import fingerprint
@@ -53,6 +53,7 @@ def training_set(
             "hash": frozen.hash,
             "verdict": "pass" if frozen.verdict.passed else "fail",
             "gate reasons": bullets(frozen.verdict.reasons),
+            "picture": picture(derived.get(picture_key(frozen)).body),
             "report": derived.uri(report_key(frozen)),
             "files": len(frozen.shards),
             "files missing": len(frozen.missing),

@@ -7,7 +7,7 @@ from html import escape
 from dflash_core.quality.file_picture import file_picture
 from dflash_core.quality.flags import TRUNCATED, Flag
 from dflash_core.quality.histogram import quantiles
-from dflash_core.quality.plots import merged_plot, worst_files
+from dflash_core.quality.plots import worst_files
 from dflash_core.quality.statistics import FileStatistics, MergedStatistics, RowExample
 from dflash_core.records import TrainingSet
 
@@ -37,13 +37,15 @@ td { overflow-wrap: anywhere; } td.n { font-variant-numeric: tabular-nums; white
 Cell = str | int | float
 
 
-def training_set_report(training_set: TrainingSet, merged: MergedStatistics, files: Sequence[FileStatistics]) -> str:
-    """The whole page."""
+def training_set_report(
+    training_set: TrainingSet, merged: MergedStatistics, files: Sequence[FileStatistics], picture: bytes
+) -> str:
+    """The whole page; `picture` is the PNG over all files (`merged_plot`)."""
     named = f"training set {training_set.hash}"
     body = "\n".join(
         (
             _head(training_set),
-            _section("All files", _picture(merged_plot(merged, files), "distributions over all files")),
+            _section("All files", _picture(picture, "distributions over all files")),
             '<div class="columns">',
             _section("Tokens per row", _quantile_table(merged)),
             _section("Rejected and dropped rows", _loss_table(merged)),

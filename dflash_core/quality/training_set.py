@@ -14,6 +14,7 @@ from typing import Literal
 
 from dflash_core.errors import GateError, ObjectCorrupt, ObjectMissing, UserError
 from dflash_core.quality.gate import judge
+from dflash_core.quality.plots import merged_plot
 from dflash_core.quality.report import training_set_report
 from dflash_core.quality.statistics import FileStatistics, MergedStatistics, merge_statistics
 from dflash_core.recipe import Recipe
@@ -71,7 +72,8 @@ def freeze_training_set(recipe: Recipe, fingerprint: str, partitions: Sequence[s
     body = merged.model_dump_json(indent=1).encode()
     frozen = _assemble(recipe, fingerprint, valid, missing, merged)
     frozen = _named(frozen, StoredObject(key="", size=len(body), sha256=hashlib.sha256(body).hexdigest()))
-    _store(stores.derived, frozen, body, training_set_report(frozen, merged, files))
+    picture = merged_plot(merged, files)
+    _store(stores.derived, frozen, body, training_set_report(frozen, merged, files, picture), picture)
     return frozen
 
 
@@ -210,10 +212,11 @@ def _named(training_set: TrainingSet, statistics: StoredObject) -> TrainingSet:
     return content.model_copy(update={"hash": name, "statistics": placed})
 
 
-def _store(derived: Store, training_set: TrainingSet, statistics: bytes, report: str) -> None:
-    """Statistics and report first, then the manifest that names them, then the pointer to it."""
+def _store(derived: Store, training_set: TrainingSet, statistics: bytes, report: str, picture: bytes) -> None:
+    """Statistics, report and picture first, then the manifest that names them, then the pointer to it."""
     derived.put(training_set.statistics.key, statistics, "application/json")
     derived.put(report_key(training_set), report.encode(), "text/html; charset=utf-8")
+    derived.put(picture_key(training_set), picture, "image/png")
     derived.put_record(f"training_set/{training_set.hash}.json", training_set)
     derived.put_record(LATEST, TrainingSetPointer(hash=training_set.hash))
 
@@ -221,3 +224,8 @@ def _store(derived: Store, training_set: TrainingSet, statistics: bytes, report:
 def report_key(training_set: TrainingSet) -> str:
     """Where the report on a training set lies."""
     return f"training_set/{training_set.hash}.html"
+
+
+def picture_key(training_set: TrainingSet) -> str:
+    """Where the picture of all its files lies."""
+    return f"training_set/{training_set.hash}.png"

@@ -84,7 +84,8 @@ def frozen_of(files: list[FileStatistics]) -> TrainingSet:
 
 
 def test_the_report_needs_nothing_else_and_escapes_everything(files: list[FileStatistics]) -> None:
-    page = training_set_report(frozen_of(files), merge_statistics(files), files)
+    merged = merge_statistics(files)
+    page = training_set_report(frozen_of(files), merged, files, merged_plot(merged, files))
     assert EVIL not in page
     assert "<script" not in page
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
@@ -97,7 +98,8 @@ def test_the_report_shows_how_thoughts_were_spelt_and_how_often_engine_ids_drift
     drift, inline = Flag.ENGINE_IDS | Flag.DRIFT, Flag.THOUGHT | Flag.THOUGHT_INLINE
     flags = [drift] * 9 + [Flag.ENGINE_IDS] * 21 + [inline] * 20 + [Flag.THOUGHT | Flag.THOUGHT_IN_REASONING] * 50
     files = [make_file("mixed", [row(40 + 3 * i, flags=int(flag)) for i, flag in enumerate(flags)])]
-    page = training_set_report(frozen_of(files), merge_statistics(files), files)
+    merged = merge_statistics(files)
+    page = training_set_report(frozen_of(files), merged, files, merged_plot(merged, files))
     shown = " ".join(re.sub("<[^>]+>", " ", page).split())
     assert "text re-tokenizes to other ids, of rows with engine ids 9 30.0 %" in shown
     assert " thought 70 70.0 % mixed, line 31 " in shown

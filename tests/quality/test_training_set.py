@@ -192,6 +192,7 @@ def test_the_pointer_is_written_after_all_it_leads_to(
     assert [key.removeprefix(f"training_set/{name}.") for key in written] == [
         "statistics.json",
         "html",
+        "png",
         "json",
         "training_set/latest.json",
     ]
