@@ -12,7 +12,7 @@ WORKERS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install demo dev test test-services test-scale test-serving serving-env browser target fmt check lint types clean
+.PHONY: help install demo dev test test-services test-scale test-serving serving-env browser postgres target fmt check lint types clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16

@@ -63,7 +63,10 @@ def new_completion_files(context: dg.SensorEvaluationContext, recipe: RecipeReso
         run_requests=[range_request(keys, f"{batch}: {keys[0]}...{keys[-1]}") for keys in ranges],
         skip_reason=None if ranges else counts,
         cursor=_Cursor(batch=batch, asked_for=tuple(fresh[key] for keys in ranges for key in keys)).model_dump_json(),
-        asset_events=[*vanished, *(drift_evaluation(settings, synced.sources) if fresh or vanished else [])],
+        asset_events=[
+            *vanished,
+            *(drift_evaluation(settings, synced.sources, context.log.warning) if fresh or vanished else []),
+        ],
     )
 
 

@@ -1,11 +1,11 @@
 """Checks that look beyond one run: whether training set and drafter are still of the files in the bucket.
 
 A changed object makes its shard, the training set and the drafter stale, and Dagster cannot see it (beyond a hundred
-partitions it does not compute staleness). These checks compare ETags. They run with their asset or alone; the sensor
-that sees a change reports them, too.
+partitions it does not compute staleness). These checks compare ETags, and the drafter's also how its rows were made.
+They run with their asset or alone; the sensor that sees a change reports them, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import dagster as dg
 
@@ -14,11 +14,12 @@ from dflash_assets.quarantine import QUARANTINE, failed_files, quarantine_verdic
 from dflash_assets.resources import RecipeResource
 from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import ObjectMissing, UserError
-from dflash_core.quality.drift import Drift, drift_of
+from dflash_core.quality.drift import drift_of
 from dflash_core.quality.training_set import load_training_set
 from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile, TrainingSet
 from dflash_core.storage.store import list_sources, open_stores
+from dflash_core.tokenization.fingerprint import fingerprint
 
 SOURCES_CURRENT = dg.AssetCheckKey(dg.AssetKey("training_set"), "sources_current")
 TRAINED_ON_CURRENT = dg.AssetCheckKey(dg.AssetKey("drafter_checkpoint"), "trained_on_current_shards")
@@ -35,7 +36,7 @@ def sources_current(recipe: RecipeResource) -> dg.AssetCheckResult:
 @dg.asset_check(
     asset=TRAINED_ON_CURRENT.asset_key,
     name=TRAINED_ON_CURRENT.name,
-    description="The source files it learned from are as they were then.",
+    description="Its source files are as it learned from them, and the recipe still makes the same rows of them.",
 )
 def trained_on_current_shards(recipe: RecipeResource) -> dg.AssetCheckResult:
     """The drafter's training set against the bucket."""
@@ -56,27 +57,33 @@ def nothing_quarantined(context: dg.AssetCheckExecutionContext, recipe: RecipeRe
     )
 
 
-def drift_evaluation(recipe: Recipe, sources: Sequence[SourceFile]) -> list[dg.AssetCheckEvaluation]:
+def drift_evaluation(
+    recipe: Recipe, sources: Sequence[SourceFile], note: Callable[[str], None]
+) -> list[dg.AssetCheckEvaluation]:
     """Both verdicts for a listing, as events that belong to no run; none for what does not exist yet.
 
-    Raises:
-        StorageError: the store cannot be read.
+    One that cannot be given, because its training set is gone or damaged, is told to `note` and leaves the other alone.
     """
     found = []
     for key in (SOURCES_CURRENT, TRAINED_ON_CURRENT):
-        frozen = _frozen(recipe, key)
-        if frozen is not None:
-            drift = drift_of(frozen, sources)
-            found.append(
-                dg.AssetCheckEvaluation(
-                    asset_key=key.asset_key,
-                    check_name=key.name,
-                    passed=not drift.stale,
-                    severity=dg.AssetCheckSeverity.WARN,
-                    description=str(drift),
-                    metadata=_metadata(frozen, drift),
-                )
+        try:
+            frozen = _frozen(recipe, key)
+            if frozen is None:
+                continue
+            verdict = _verdict(recipe, key, frozen, sources)
+        except UserError as error:
+            note(f"no verdict on {key.to_user_string()}: {error}")
+            continue
+        found.append(
+            dg.AssetCheckEvaluation(
+                asset_key=key.asset_key,
+                check_name=key.name,
+                passed=verdict.passed,
+                severity=verdict.severity,
+                description=verdict.description,
+                metadata=verdict.metadata,
             )
+        )
     return found
 
 
@@ -85,14 +92,31 @@ def _result(recipe: Recipe, key: dg.AssetCheckKey) -> dg.AssetCheckResult:
         frozen = _frozen(recipe, key)
         if frozen is None:
             return dg.AssetCheckResult(passed=True, description="nothing of that kind yet")
-        drift = drift_of(frozen, list_sources(open_stores(recipe).source))
+        return _verdict(recipe, key, frozen, list_sources(open_stores(recipe).source))
     except UserError as error:
         raise dg.Failure(str(error), allow_retries=False) from None
+
+
+def _verdict(
+    recipe: Recipe, key: dg.AssetCheckKey, frozen: TrainingSet, sources: Sequence[SourceFile]
+) -> dg.AssetCheckResult:
+    drift = drift_of(frozen, sources)
+    found = [str(drift)]
+    now = fingerprint(recipe) if key == TRAINED_ON_CURRENT else frozen.fingerprint
+    if now != frozen.fingerprint:
+        found.append(f"its rows have the fingerprint {frozen.fingerprint}, the recipe now makes {now}")
     return dg.AssetCheckResult(
-        passed=not drift.stale,
+        passed=not drift.stale and now == frozen.fingerprint,
         severity=dg.AssetCheckSeverity.WARN,
-        description=str(drift),
-        metadata=_metadata(frozen, drift),
+        description="; ".join(found),
+        metadata={
+            "training set": frozen.hash,
+            "files changed": len(drift.changed),
+            "files vanished": len(drift.vanished),
+            "files new": len(drift.new),
+            "changed": bullets(drift.changed),
+            "vanished": bullets(drift.vanished),
+        },
     )
 
 
@@ -106,14 +130,3 @@ def _frozen(recipe: Recipe, key: dg.AssetCheckKey) -> TrainingSet | None:
         return load_training_set(recipe, find_checkpoint(derived, None).training_set)
     except ObjectMissing:
         return None
-
-
-def _metadata(frozen: TrainingSet, drift: Drift) -> dict[str, str | int | dg.MetadataValue]:
-    return {
-        "training set": frozen.hash,
-        "files changed": len(drift.changed),
-        "files vanished": len(drift.vanished),
-        "files new": len(drift.new),
-        "changed": bullets(drift.changed),
-        "vanished": bullets(drift.vanished),
-    }

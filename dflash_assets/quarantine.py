@@ -49,12 +49,12 @@ def failed_files(instance: dg.DagsterInstance, etags: Mapping[str, str], max_tri
 
     Args:
         instance: its event log is read.
-        etags: of the files in the bucket; a partition without one has vanished and counts as quarantined.
+        etags: of the files in the bucket; a partition without one has vanished and is none of the failed.
         max_tries: at most so many for one version of a file.
     """
     states = list(statuses(instance).values())
     failed = sorted({key for of in states for key, state in of.items() if state == FAILED})
-    failed = [key for key in failed if all(of[key] != "in progress" for of in states)]
+    failed = [key for key in failed if key in etags and all(of[key] != "in progress" for of in states)]
     reasons: dict[str, str] = {}
     for asset in FILE_ASSETS:
         for partition, _, metadata in _records(instance.fetch_observations, asset, failed):
@@ -66,7 +66,7 @@ def failed_files(instance: dg.DagsterInstance, etags: Mapping[str, str], max_tri
             key,
             reasons.get(key, "its run died or was stopped"),
             tries[key],
-            tries[key] >= max_tries or key not in etags,
+            tries[key] >= max_tries,
         )
         for key in failed
     ]

@@ -75,7 +75,7 @@ def nightly_stages(context: dg.SensorEvaluationContext, recipe: RecipeResource) 
     unfinished = [run for run in runs if not run.is_finished]
     if unfinished:
         return dg.SkipReason(f"night {night}: {len(unfinished)} runs to go")
-    done = {run.job_name: run for run in runs}
+    done = {run.job_name: run for run in reversed(runs)}  # listed newest first; a retry stands for what it repeats
     for job in (training_set_job.name, drafter_job.name):
         if job not in done:
             return dg.RunRequest(run_key=f"{night} {job}", job_name=job, tags={NIGHT: night})

@@ -17,7 +17,7 @@ from dflash_core.errors import ObjectMissing, UserError
 from dflash_core.quality.training_set import load_training_set, manifest_key
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, FileCoverage, ShardManifest, TrainingSet, TrainingSetShard
-from dflash_core.storage.store import Store, list_sources, open_stores
+from dflash_core.storage.store import Store, find_files, open_stores
 from dflash_core.tokenization.shards import read_shard
 
 
@@ -67,7 +67,7 @@ def trace_drafter(recipe: Recipe, run: str | None = None) -> Lineage:
     stores = open_stores(recipe)
     checkpoint = find_checkpoint(stores.derived, run)
     frozen = load_training_set(recipe, checkpoint.training_set)
-    now = {source.partition: source.etag for source in list_sources(stores.source)}
+    now = {source.partition: source.etag for source in find_files(stores.source)}
     learned = {file.partition: file for file in checkpoint.coverage}
 
     def trace(shard: TrainingSetShard) -> FileLineage:

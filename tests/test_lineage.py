@@ -131,6 +131,13 @@ def test_the_chain_goes_down_to_file_and_line(recipe: Recipe, stores: Stores, fr
         text(recipe, "none", None)
 
 
+def test_an_emptied_source_leaves_the_chain(recipe: Recipe, stores: Stores, frozen: TrainingSet) -> None:
+    finish(stores, frozen, "traced-1", {"c": 1.5})
+    for file in list_sources(stores.source):
+        stores.source.client.delete_object(Bucket=stores.source.bucket, Key=file.key)
+    assert {file.now for file in trace_drafter(recipe).files} == {"vanished since"}
+
+
 def test_a_file_knows_its_drafters(recipe: Recipe, stores: Stores, frozen: TrainingSet) -> None:
     finish(stores, frozen, "traced-1", {"c": 1.5, "d": 2.0})
     finish(stores, frozen, "traced-2", {"c": 2.5})

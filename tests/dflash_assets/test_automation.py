@@ -13,10 +13,12 @@ from dagster_aws.s3 import S3Resource
 from dflash_assets.automation import ASKED_FOR, RUNS_PER_TICK, new_completion_files
 from dflash_assets.partitions import FILES_PER_RUN, NAME, RANGE_END, RANGE_START
 from dflash_assets.resources import RecipeResource
+from dflash_core.quality.training_set import freeze_training_set
 from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile
 from dflash_core.storage.keys import object_key
-from dflash_core.storage.store import Store
+from dflash_core.storage.store import Store, open_stores
+from dflash_core.tokenization.fingerprint import fingerprint
 
 Rows = Callable[..., bytes]
 Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
@@ -126,6 +128,25 @@ def test_hostile_names_round_trip(
         kind = sensor.instance.fetch_materializations if name.endswith(".jsonl") else sensor.instance.fetch_observations
         page = dg.AssetRecordsFilter(dg.AssetKey("tokenized_shards"), asset_partitions=[key])
         assert len(kind(page, limit=10).records) == 1, name
+
+
+@pytest.mark.parametrize("harm", ["deleted", "damaged"])
+def test_a_training_set_that_cannot_be_read_stops_no_file(
+    sensor: Sensor, recipe: Recipe, source: Store, materialize: Materialize, sync: Sync, rows: Rows, harm: str
+) -> None:
+    source.put("a.jsonl", rows(4, "a"))
+    sync()
+    assert materialize(["a"]).success
+    frozen = freeze_training_set(recipe, fingerprint(recipe))
+    derived, key = open_stores(recipe).derived, f"training_set/{frozen.hash}.json"
+    if harm == "deleted":
+        derived.client.delete_object(Bucket=derived.bucket, Key=derived.prefix + key)
+    else:
+        derived.put(key, b"{}")
+    source.put("b.jsonl", rows(4, "b"))
+    assert sensor.tick() == ["b"]
+    assert sensor.last is not None
+    assert list(sensor.last.asset_events) == []
 
 
 @pytest.mark.services

@@ -11,7 +11,7 @@ from dflash_assets import completion_files
 from dflash_assets.checks import drift_evaluation, sources_current, trained_on_current_shards
 from dflash_assets.resources import RecipeResource
 from dflash_core.quality.training_set import freeze_training_set
-from dflash_core.recipe import Recipe
+from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import DrafterCheckpoint, RunPointer, SourceFile, StoredObject
 from dflash_core.storage.store import Store, open_stores
 from dflash_core.tokenization.fingerprint import fingerprint
@@ -27,7 +27,7 @@ def test_a_changed_file_makes_training_set_and_drafter_stale(
     def verdicts() -> list[bool | None]:
         resource = RecipeResource(path=str(recipe_file), s3=S3Resource())
         results = [check(recipe=resource) for check in (sources_current, trained_on_current_shards)]
-        events = drift_evaluation(recipe, sync())
+        events = drift_evaluation(load_recipe(recipe_file), sync(), pytest.fail)
         assert [event.passed for event in events] == [r.passed for r in results if "yet" not in (r.description or "")]
         return [result.passed for result in results]
 
@@ -67,8 +67,19 @@ def test_a_changed_file_makes_training_set_and_drafter_stale(
     assert verdicts() == [False, False]
     sync()
     assert materialize(["b"]).success
-    freeze_training_set(recipe, fingerprint(recipe))
+    latest = freeze_training_set(recipe, fingerprint(recipe))
     assert verdicts() == [True, False], "a new training set, but not yet a new drafter"
+
+    derived.put_record(
+        "drafter_checkpoint/r/manifest.json", checkpoint.model_copy(update={"training_set": latest.hash})
+    )
+    assert verdicts() == [True, True]
+    recipe_file.write_text(recipe_file.read_text().replace("[tokenization]", "[tokenization]\nmax_length = 777"))
+    assert verdicts() == [True, False], "the same files, but other rows would be made of them"
+    found = trained_on_current_shards(recipe=RecipeResource(path=str(recipe_file), s3=S3Resource()))
+    assert isinstance(found, dg.AssetCheckResult)
+    for part in (latest.fingerprint, fingerprint(load_recipe(recipe_file))):
+        assert part in str(found.description)
 
 
 def test_a_broken_shard_is_seen(

@@ -129,8 +129,11 @@ def test_a_vanished_file_is_not_tried_again(
     sync()
     source.client.delete_object(Bucket=source.bucket, Key=source.prefix + "b.jsonl")
     assert not materialize(["a", "b"]).success
-    assert failed()["b"].quarantined
+    assert failed() == {}, "vanished, and listed as such"
     assert tick("rerun_failed_files") == []
+    source.put("b.jsonl", rows(5, "b"))
+    assert not failed()["b"].quarantined
+    assert [request.tags[RANGE_START] for request in tick("rerun_failed_files")] == ["b"]
 
 
 def test_the_night_goes_from_files_to_training_set_to_drafter(
@@ -175,8 +178,14 @@ def test_the_night_goes_from_files_to_training_set_to_drafter(
     trained = stage()
     assert isinstance(trained, dg.RunRequest)
     assert trained.job_name == "drafter_job"
+    run("drafter_job", dg.DagsterRunStatus.FAILURE, trained.tags)
+    crashed = stage()
+    assert isinstance(crashed, dg.SkipReason)
+    assert "drafter_job failed" in (crashed.skip_message or "")
     run("drafter_job", dg.DagsterRunStatus.SUCCESS, trained.tags)
-    assert isinstance(stage(), dg.SkipReason)
+    retried = stage()
+    assert isinstance(retried, dg.SkipReason)
+    assert "is done" in (retried.skip_message or ""), "the retry stands for the run that crashed"
 
     (again,) = tick("nightly_lineage")
     assert again.tags[RANGE_START] == "part-20.jsonl.gz", "only what has no shard"
