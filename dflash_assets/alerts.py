@@ -1,17 +1,23 @@
 """Told at once: a failed run's reasons go to the recipe's webhook, as JSON or in Slack's format.
 
-A webhook that fails is logged and forgotten; its address is never written anywhere.
+A webhook that fails is logged and forgotten; its address is never written anywhere. No redirect is followed, no proxy
+asked, and what is or resolves to a metadata service is not told.
 """
 
 import json
+import socket
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 import dagster as dg
 
 from dflash_assets.resources import RecipeResource
+from dflash_core.evaluation.served import NoRedirect
 from dflash_core.recipe import Alerts
+from dflash_core.storage.addresses import is_refused
 
 LINES = 20
 """Failed files named in a message."""
@@ -56,19 +62,20 @@ def post(alerts: Alerts, told: dict[str, Any]) -> str | None:
     """Send a message; what went wrong, or None. Never raises and never names the address."""
     assert alerts.webhook_url is not None
     body = _slack(told) if alerts.format == "slack" else told
-    request = urllib.request.Request(
-        alerts.webhook_url.get_secret_value(),
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    url = alerts.webhook_url.get_secret_value()
+    opener = urllib.request.build_opener(NoRedirect(), urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=alerts.timeout_s):
+        found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
+        if any(is_refused(str(entry[4][0])) for entry in found):
+            return "its address is a link-local or metadata one, which is never talked to"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with opener.open(request, timeout=alerts.timeout_s):
             return None
     except urllib.error.HTTPError as error:
         return f"it answered {error.code}"
     except TimeoutError:
         return f"no answer within {alerts.timeout_s:g} s"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         return f"it cannot be reached ({type(error).__name__})"
 
 

@@ -47,6 +47,7 @@ def test_defaults_follow_the_block_size(tmp_path: Path) -> None:
             '[training.placement]\ntargets = ["cuda:0", "cuda:1", "cuda:2"]\ndrafters = ["cuda:3", "cuda:4"]\n',
             "3 targets",
         ),
+        ('[alerts]\nwebhook_url = "file:///etc/secret"\n', r"alerts\.webhook_url: .*must be an http\(s\) address"),
         ("this is no toml", "cannot be read"),
     ],
 )
@@ -54,6 +55,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, extra: str, sentence: str) -> No
     with pytest.raises(RecipeError, match=sentence) as refused:
         load_recipe(written(tmp_path, MINIMAL + extra))
     assert "recipe.toml" in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Completion:
     """How many tokens it says it gave."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """A server that sends us elsewhere is not the one that was named."""
 
     def redirect_request(self, *_: Any) -> None:
@@ -183,7 +183,7 @@ class Server:
         url = self.url.rstrip("/").removesuffix("/v1") + path
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        handlers: list[urllib.request.BaseHandler] = [NoRedirect()]
         if urlparse(url).hostname in LOOPBACK:
             handlers.append(urllib.request.ProxyHandler({}))
         opener = urllib.request.build_opener(*handlers)

@@ -1,8 +1,9 @@
 """What runs by itself and who is told."""
 
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from dflash_core.recipe.base import Cron, Positive, Section
 
@@ -28,3 +29,12 @@ class Alerts(Section):
     ui_url: str | None = None
     """Where people reach the Dagster UI, for the link in the message."""
     timeout_s: float = Field(10.0, gt=0)
+
+    @field_validator("webhook_url")
+    @classmethod
+    def _is_http(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None:
+            parts = urlsplit(url.get_secret_value())
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("must be an http(s) address")
+        return url

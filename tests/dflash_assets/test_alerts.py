@@ -38,6 +38,7 @@ def webhook() -> Iterator[Webhook]:
         def do_POST(self) -> None:
             server.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(server.status)
+            self.send_header("Location", f"http://127.0.0.1:{server.server_port}/elsewhere")
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -108,6 +109,29 @@ def test_a_failing_webhook_harms_nothing_and_its_address_is_not_told(
     assert problem in str(post(alerts, {"job": "j"}))
     assert SECRET not in str(post(alerts, {"job": "j"})) + repr(alerts) + alerts.model_dump_json()
     assert SECRET not in "".join(capfd.readouterr())
+
+
+def test_a_redirect_is_not_followed_nor_a_proxy_asked(webhook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    url = SecretStr(f"http://127.0.0.1:{webhook.server_port}/{SECRET}?key=1")
+    assert post(Alerts(webhook_url=url), {"job": "j"}) is None
+    webhook.status = 302
+    assert post(Alerts(webhook_url=url), {"job": "j"}) == "it answered 302"
+    assert len(webhook.told) == 2
+
+
+@pytest.mark.parametrize("host", ["169.254.169.254", "2852039166", "[fd00:ec2::254]", "[::ffff:169.254.169.254]"])
+def test_a_metadata_service_is_not_told(host: str) -> None:
+    assert "metadata" in str(post(Alerts(webhook_url=SecretStr(f"http://{host}/{SECRET}")), {"job": "j"}))
+
+
+def test_what_http_itself_refuses_is_not_told_either() -> None:
+    """http.client names the path in its refusal."""
+    problem = str(post(Alerts(webhook_url=SecretStr(f"http://127.0.0.1:9/a {SECRET}")), {"job": "j"}))
+    assert problem == "it cannot be reached (InvalidURL)"
 
 
 def test_a_slow_webhook_is_given_up() -> None:
