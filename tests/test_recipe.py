@@ -61,3 +61,47 @@ def test_what_is_wrong_is_named(tmp_path: Path, extra: str, sentence: str) -> No
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"nowhere\.toml does not exist"):
         load_recipe(tmp_path / "nowhere.toml")
+
+
+PLACES = """
+name = "run"
+[target]
+path = "model"
+[source]
+bucket = "a"
+prefix = "{source}"
+[storage]
+bucket = "{bucket}"
+prefix = "{storage}"
+[generation]
+prompts = {{ bucket = "a", prefix = "{prompts}" }}
+servers = ["http://127.0.0.1:8000/v1"]
+model = "tiny"
+"""
+
+
+@pytest.mark.parametrize(
+    ("bucket", "source", "storage", "prompts", "named"),
+    [
+        ("a", "completions/", "derived/", "prompts/", None),
+        ("a", "completions/", "", "prompts/", None),
+        ("b", "completions/", "completions/", "prompts/", None),
+        ("a", "completions/", "completions/derived/", "prompts/", "source"),
+        ("a", "completions/", "prompts/derived/", "prompts/", r"generation\.prompts"),
+        ("a", "completions/", "completions/", "prompts/", "source"),
+    ],
+)
+def test_what_is_derived_is_never_read_as_input(
+    tmp_path: Path, bucket: str, source: str, storage: str, prompts: str, named: str | None
+) -> None:
+    path = written(tmp_path, PLACES.format(bucket=bucket, source=source, storage=storage, prompts=prompts))
+    if named is None:
+        load_recipe(path)
+    else:
+        with pytest.raises(RecipeError, match=rf"storage \('{storage}'\) must not lie in {named} \("):
+            load_recipe(path)
+
+
+def test_a_whole_bucket_as_source_keeps_what_is_derived_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"storage \('derived/'\) must not lie in source \(''\)"):
+        load_recipe(written(tmp_path, MINIMAL.replace('"b"', '"a"\nprefix = "derived/"')))

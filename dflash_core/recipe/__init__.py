@@ -76,6 +76,19 @@ class Recipe(Section):
                 raise ValueError(f"generation.prompts ({first!r}) and source ({second!r}) must not lie in one another")
         return self
 
+    @model_validator(mode="after")
+    def _derived_apart(self) -> "Recipe":
+        read: dict[str, Source] = {"source": self.source}
+        if self.generation is not None:
+            read["generation.prompts"] = self.generation.prompts
+        for name, place in read.items():
+            if place.bucket == self.storage.bucket and self.storage.prefix.startswith(place.prefix):
+                raise ValueError(
+                    f"storage ({self.storage.prefix!r}) must not lie in {name} ({place.prefix!r}) in the same bucket, "
+                    "or what is derived would be read as new input; give them prefixes of their own"
+                )
+        return self
+
     @property
     def tokenizer_path(self) -> Path:
         """The folder of the tokenizer that renders the completions."""

@@ -26,17 +26,24 @@ def check_url(url: str, where: str) -> None:
 
     Raises:
         RecipeError: no http(s), no host, a user or password in it, or a refused numeric address; `where` names it.
+            The sentence shows scheme and host alone: the rest may hold a secret.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RecipeError(f"{where} {url!r} must be an http(s) address")
-    if parts.username is not None or parts.password is not None:
-        raise RecipeError(f"{where} has a user or password in it; give the address alone, secrets in the environment")
-    if parts.query or parts.fragment:
-        raise RecipeError(f"{where} {url!r} must end with its path, without ? and #")
     try:
-        refused = is_refused(parts.hostname)
+        parts = urlsplit(url)
+        host = parts.hostname
+        parts.port  # noqa: B018 - raises ValueError where it is no number
+    except ValueError:
+        raise RecipeError(f"{where} is no http(s) address: its host or port cannot be read; correct it") from None
+    if "@" in parts.netloc:
+        raise RecipeError(f"{where} has a user or password in it; give the address alone, secrets in the environment")
+    if parts.scheme not in ("http", "https") or not host:
+        raise RecipeError(f"{where} must be an http(s) address, for example http://127.0.0.1:8000/v1")
+    shown = f"{parts.scheme}://{host}"
+    if parts.query or parts.fragment:
+        raise RecipeError(f"{where} {shown} must end with its path, without ? and #")
+    try:
+        refused = is_refused(host)
     except ValueError:
         return  # a name
     if refused:
-        raise RecipeError(f"{where} {url!r} is a link-local or metadata address, which is never talked to")
+        raise RecipeError(f"{where} {shown} is a link-local or metadata address, which is never talked to")

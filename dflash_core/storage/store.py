@@ -177,15 +177,25 @@ class Store:
 
     def holds(self, stored: StoredObject) -> bool:
         """Whether the named object is there with the recorded size and sha256 metadata (one HEAD, no body)."""
+        head = self._head(stored.key)
+        return head is not None and (head[0], head[1].get("sha256")) == (stored.size, stored.sha256)
+
+    def find_metadata(self, key: str) -> dict[str, str] | None:
+        """What was written beside an object; None: there is no such object."""
+        head = self._head(key)
+        return None if head is None else head[1]
+
+    def _head(self, key: str) -> tuple[int, dict[str, str]] | None:
+        """Size in bytes and metadata."""
         try:
-            head = self.client.head_object(Bucket=self.bucket, Key=self.prefix + stored.key)
+            head = self.client.head_object(Bucket=self.bucket, Key=self.prefix + key)
         except ClientError as error:
             if _status(error) == 404:
-                return False
-            raise explain(error, f"looking at {self.uri(stored.key)}", self.bucket) from error
+                return None
+            raise explain(error, f"looking at {self.uri(key)}", self.bucket) from error
         except BotoCoreError as error:
-            raise explain(error, f"looking at {self.uri(stored.key)}", self.bucket) from error
-        return head["ContentLength"] == stored.size and head["Metadata"].get("sha256") == stored.sha256
+            raise explain(error, f"looking at {self.uri(key)}", self.bucket) from error
+        return head["ContentLength"], head["Metadata"]
 
     def put_record(self, key: str, record: Record) -> StoredObject:
         """Write a manifest as JSON."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from boto3.exceptions import RetriesExceededError, S3UploadFailedError
@@ -23,17 +24,16 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def upload_file(store: Store, key: str, path: Path) -> StoredObject:
-    """Write a file as one object, its sha256 in the metadata.
+def upload_file(store: Store, key: str, path: Path, metadata: Mapping[str, str] | None = None) -> StoredObject:
+    """Write a file as one object, its sha256 in the metadata, beside what is given.
 
     Raises:
         StorageError: the store refuses or is unreachable.
     """
     digest = sha256_file(path)
     try:
-        store.client.upload_file(
-            str(path), store.bucket, store.prefix + key, ExtraArgs={"Metadata": {"sha256": digest}}
-        )
+        extra = {"Metadata": {**(metadata or {}), "sha256": digest}}
+        store.client.upload_file(str(path), store.bucket, store.prefix + key, ExtraArgs=extra)
     except (ClientError, BotoCoreError) as error:
         raise explain(error, f"writing {store.uri(key)}", store.bucket) from error
     except S3UploadFailedError as error:

@@ -54,7 +54,7 @@ def recipe(**drafter: Any) -> Recipe:
         {
             "name": "r",
             "source": {"bucket": "b"},
-            "storage": {"bucket": "b"},
+            "storage": {"bucket": "derived"},
             "target": {"path": "t"},
             "drafter": drafter,
         }

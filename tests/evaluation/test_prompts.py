@@ -18,7 +18,7 @@ def make_recipe(template: Path | None = None) -> Recipe:
         {
             "name": "test",
             "source": {"bucket": "b"},
-            "storage": {"bucket": "b"},
+            "storage": {"bucket": "derived"},
             "target": {"path": REPOSITORY / "demo/target"},
             "tokenization": {"chat_template": template},
         }

@@ -17,7 +17,7 @@ def recipe(**tokenization: object) -> Recipe:
     return Recipe(
         name="x",
         source=Source(bucket="b"),
-        storage=Storage(bucket="b"),
+        storage=Storage(bucket="derived"),
         target=Target(path="x"),
         tokenization=Tokenization.model_validate({"min_supervised_tokens": 1, **tokenization}),
     )

@@ -153,7 +153,7 @@ def tiny_fingerprint() -> str:
     """The tokenization fingerprint of every recipe that `make_recipe` makes."""
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
-        storage, source = {"bucket": "b"}, {"bucket": "b"}
+        storage, source = {"bucket": "derived"}, {"bucket": "b"}
         return fingerprint(
             Recipe.model_validate(
                 {"name": "tiny", "source": source, "storage": storage, "target": {"path": folder}, **TOKENIZATION}

@@ -183,7 +183,7 @@ class _Generation:
                     await self._send(work, requests, sent)
             except* UnreadableFile as group:
                 reason = str(_first(group))
-            await asyncio.to_thread(work.ledger.commit)
+            await self._commit_patiently(work)
             if not reason:
                 manifest = await asyncio.to_thread(work.finish)
                 self._outcomes.put_nowait(FileGenerated(manifest, skipped=False))
@@ -194,7 +194,19 @@ class _Generation:
         if reason:
             self._outcomes.put_nowait(FileNotGenerated(work.source, reason))
         self._open.remove(work)
-        work.ledger.close()
+        await asyncio.to_thread(work.ledger.close)
+
+    async def _commit_patiently(self, work: FileWork) -> None:
+        """Commit the last answers of a file, trying again while storage fails, for as long as the recipe's patience."""
+        generation, began = self.plan.generation, time.monotonic()
+        while True:
+            try:
+                return await asyncio.to_thread(work.ledger.commit)
+            except StorageError as error:
+                if time.monotonic() - began > generation.patience_s:
+                    self.watch.on_note(f"answers to {work.source.uri} are lost: {error}")
+                    raise
+            await asyncio.sleep(generation.commit_every_s)
 
     async def _send(self, work: FileWork, requests: asyncio.TaskGroup, sent: asyncio.Event) -> None:
         """Send all prompts of a file that are not settled, as slots become free."""

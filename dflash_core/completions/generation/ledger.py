@@ -89,8 +89,11 @@ class Ledger:
                     self._waiting_tokens -= self._waiting.pop(key).completion_tokens
 
     def close(self) -> None:
-        """Give the local file back."""
-        self._file.close()
+        """Give the local file back; what still waits is dropped."""
+        with self._committing, self._changing:
+            self._waiting.clear()
+            self._waiting_tokens = 0
+            self._file.close()
 
     def _read_new_segments(self) -> None:
         while True:

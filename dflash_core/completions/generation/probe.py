@@ -40,7 +40,7 @@ async def check_server(
         ServerRefuses: one sentence about what does not fit.
     """
     url, unchecked = connection.url, []
-    expected = _expected(prompt_ids, first)
+    probe_ids, first_ids = _expected(prompt_ids, PROBE), _expected(prompt_ids, first)
     try:
         models = {str(entry.get("id")): entry for entry in await connection.models()}
         if plan.generation.model not in models:
@@ -48,18 +48,20 @@ async def check_server(
                 f"{url} does not serve {plan.generation.model!r} but {', '.join(sorted(models)) or 'nothing'}; "
                 "correct generation.model"
             )
-        _check_room(url, models[plan.generation.model], plan, len(expected or ()), target)
-        answer = await _ask(connection, PROBE, plan)
+        _check_room(url, models[plan.generation.model], plan, len(probe_ids or ()), target)
+        if probe_ids is None:
+            unchecked.append(f"{url}: the recipe's chat template refuses a lone question, so no probe was compared")
+        else:
+            unchecked += _compare(url, await _ask(connection, PROBE, plan), probe_ids)
     except Trouble as trouble:
         raise ServerRefuses(f"{url} cannot be used: {trouble}") from None
-    unchecked += _compare(url, answer, prompt_ids(PROBE))
     try:
-        if expected is not None:
-            _compare(url, await _ask(connection, first, plan), expected)
+        if first_ids is not None:
+            _compare(url, await _ask(connection, first, plan), first_ids)
     except Trouble:
-        expected = None
-    if expected is None:
-        unchecked.append(f"{url}: the first prompt is refused, so only a probe was compared")
+        first_ids = None
+    if first_ids is None:
+        unchecked.append(f"{url}: the first prompt is refused, so it was not compared")
     return unchecked
 
 
@@ -80,7 +82,11 @@ async def _ask(connection: Connection, prompt: Prompt, plan: Plan) -> Answer:
         if trouble.kind != "refused" or not connection.gives_token_ids:
             raise
     connection.gives_token_ids = False
-    return await connection.ask(prompt, request, plan)
+    try:
+        return await connection.ask(prompt, request, plan)
+    except Trouble:
+        connection.gives_token_ids = True  # it was the prompt that is refused
+        raise
 
 
 def _compare(url: str, answer: Answer, expected: Sequence[int]) -> list[str]:
@@ -113,8 +119,8 @@ def _check_room(url: str, model: Mapping[str, Json], plan: Plan, prompt_tokens: 
     most = plan.generation.sampling.max_tokens
     if room is not None and prompt_tokens + most > room:
         raise ServerRefuses(
-            f"{url} has room for {room} tokens{'' if told is not None else ' (by the config of the target)'}, but the "
-            f"first prompt has {prompt_tokens} and generation.sampling.max_tokens is {most}; lower it"
+            f"{url} has room for {room} tokens{'' if told is not None else ' (by the config of the target)'}, but a "
+            f"short question has {prompt_tokens} and generation.sampling.max_tokens is {most}; lower it"
         )
 
 

@@ -16,7 +16,9 @@ import orjson
 from dflash_core.completions.lines import MAX_LINE_BYTES, read_lines
 from dflash_core.completions.normalize import message_of, row_id_of, tools_of
 from dflash_core.completions.parsing import parse_object
+from dflash_core.completions.reading import MAX_REJECTS
 from dflash_core.completions.record import Json, Message, Refused
+from dflash_core.errors import UnreadableFile
 from dflash_core.records import Reject
 
 
@@ -44,7 +46,23 @@ class PromptFile:
     """What happens to a prompt that ends with an answer."""
 
     def __iter__(self) -> Iterator[Prompt | Reject]:
-        """One of the two for every line; raises UnreadableFile if the compressed stream is broken or too long."""
+        """One of the two for every line.
+
+        Raises:
+            UnreadableFile: the compressed stream is broken or too long, or too many lines are rejected.
+        """
+        rejected = 0
+        for item in self._items():
+            if isinstance(item, Reject):
+                rejected += 1
+                if rejected > MAX_REJECTS:
+                    raise UnreadableFile(
+                        f"{self.where}: more than {MAX_REJECTS:,} of its lines are rejected, the last at line "
+                        f'{item.line} ("{item.reason}"); correct the file or split it'
+                    )
+            yield item
+
+    def _items(self) -> Iterator[Prompt | Reject]:
         seen: Counter[bytes] = Counter()
         for line in read_lines(self.body, self.where):
             if line.text is None:

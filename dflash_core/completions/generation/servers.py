@@ -125,8 +125,7 @@ class Servers:
             else:
                 server.limit.failed(sent_at)
             self.last_trouble = f"{server.connection.url}: {trouble}"
-            if not trouble.timed_out:
-                self._check_patience()
+            self._check_patience(timed_out=trouble.timed_out)
             return trouble
         server.limit.answered(sent_at)
         self._troubled_since = None
@@ -140,14 +139,19 @@ class Servers:
         finally:
             del self._sent[ticket]
 
-    def _check_patience(self) -> None:
+    def _check_patience(self, *, timed_out: bool) -> None:
         now = time.monotonic()
         if self._troubled_since is None:
             self._troubled_since = now
         if any(sent_at < self._troubled_since for sent_at in self._sent.values()):
             return  # long answers may still come to what was sent before
         silent_s = now - self._troubled_since
-        if silent_s > self._generation.patience_s:
+        patience_s = self._generation.patience_s
+        if (
+            timed_out
+        ):  # one prompt that is never answered in time says nothing about the server: its own time ends first
+            patience_s = max(patience_s, self._generation.total_timeout_s)
+        if silent_s > patience_s:
             raise ServersGone(
                 f"no server has answered for {silent_s:.0f} s, the last trouble was {self.last_trouble}; "
                 "what was answered is kept: run the same again when they are back"

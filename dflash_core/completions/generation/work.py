@@ -29,6 +29,8 @@ from dflash_core.storage.keys import object_key
 from dflash_core.storage.store import Download, Stores
 from dflash_core.storage.transfers import delete_object, upload_file
 
+ORIGIN = "generated-from"
+"""Metadata of a file of completions, written with it in one step: a hash of where its prompts lie."""
 SHOWN_REASONS = 4
 
 
@@ -126,7 +128,7 @@ class FileWork:
             stored_rejects = self.stores.derived.put(
                 f"generated_completions/{self.source.partition}/rejects.jsonl", rejects, "application/jsonl"
             )
-            completions = upload_file(self.stores.source, relative, path)
+            completions = upload_file(self.stores.source, relative, path, {ORIGIN: self._origin})
         manifest = self._manifest(tally, completions, stored_rejects)
         self.stores.derived.put_record(manifest_key(self.source.partition), manifest)
         return manifest
@@ -140,13 +142,19 @@ class FileWork:
         if self.plan.generation.overwrite:
             return
         key = object_key(self.source.partition, "")
-        there = next((found for found, _, _ in self.stores.source.list(key) if found == key), None)
+        metadata = self.stores.source.find_metadata(key)
+        if metadata is None or metadata.get(ORIGIN) == self._origin:
+            return  # a run may have ended between the file and its manifest
         manifest = self.stores.derived.find_record(manifest_key(self.source.partition), GeneratedFile)
-        if there is not None and (manifest is None or not self.stores.source.holds(manifest.completions)):
+        if manifest is None or not self.stores.source.holds(manifest.completions):
             raise UnreadableFile(
                 f"{self.stores.source.uri(key)} is there and was not generated from these prompts; move it away, or "
                 "set generation.overwrite = true"
             )
+
+    @property
+    def _origin(self) -> str:
+        return hashlib.sha256(self.source.uri.encode()).hexdigest()
 
     def _chain(self, prompt: Prompt) -> tuple[Request, Outcome | None]:
         """The last request of a prompt as far as the ledger knows, and its outcome if it is answered."""
@@ -230,7 +238,7 @@ def open_work(source: SourceFile, plan: Plan, stores: Stores, work_dir: Path, *,
     assert stores.prompts is not None
     prefix = f"generated_completions/{source.partition}/{plan.request_hash}/"
     if anew:
-        for key, _, _ in list(stores.derived.list(prefix)):
+        for key in sorted((key for key, _, _ in stores.derived.list(prefix)), reverse=True):  # a kill leaves no gap
             delete_object(stores.derived, key)
     got: Download = stores.prompts.get(source.key.removeprefix(stores.prompts.prefix), etag=source.etag)
     prompts = PromptFile(got.body, source.uri, plan.generation.answers_in_prompts)

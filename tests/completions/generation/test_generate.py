@@ -2,18 +2,24 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_core.completions.generation.generate import FileGenerated, FileNotGenerated, FileOutcome, Watch
+from dflash_core.completions.generation.inputs import list_prompts, plan_of
 from dflash_core.completions.generation.progress import Progress
 from dflash_core.completions.generation.servers import ServersGone
+from dflash_core.completions.generation.work import open_work
 from dflash_core.completions.reading import CompletionFile
 from dflash_core.completions.record import Completion
+from dflash_core.errors import StorageError
 from dflash_core.recipe import Recipe
-from dflash_core.records import GeneratedFile, Reject
-from dflash_core.storage.store import Stores
+from dflash_core.records import GeneratedFile, Reject, StoredObject
+from dflash_core.storage.store import Store, Stores
+from dflash_core.storage.transfers import delete_object
 from tests.chat_server import ChatServer, answer_to
 
 Serve = Callable[..., ChatServer]
@@ -334,3 +340,95 @@ def test_compressed_prompts_give_compressed_completions(
         packed = stores.source.get(key).body
         assert not packed.startswith(b"{")
         assert len(list(CompletionFile(packed, key))) == 2
+
+
+def test_an_end_between_the_file_and_its_manifest_locks_nothing(
+    serve: Serve,
+    recipe_on: MakeRecipe,
+    prompts: Prompts,
+    generate: Generate,
+    stores: Stores,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For a new file, and for one made with new parameters in the place of an old one; then the same goes on."""
+    prompts("a", ["One", "Two", "[always:400]"])
+    server = serve()
+
+    def fail(store: Store, key: str, record: object) -> StoredObject:
+        raise StorageError("power cut")
+
+    for temperature in (0.5, 0.6):
+        recipe = recipe_on(server, sampling={"max_tokens": 64, "temperature": temperature})
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "put_record", fail)
+            for _ in range(2):
+                assert "power cut" in reason_of(generate(recipe))
+        assert {row["sampling"]["temperature"] for row in rows_of(stores, "a")} == {temperature}
+        (manifest,) = made(generate(recipe))
+        assert manifest.outcomes == {"good": 2, "refused": 1}
+        assert stores.source.holds(manifest.completions)
+
+
+def test_storage_that_fails_for_a_while_costs_no_answer(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the last answers of a file are committed; and what is lost for good is told."""
+    prompts("a", ["One", "Two"])
+    server, real, failures = serve(), Store.create, 3
+
+    def create(store: Store, key: str, body: bytes) -> bool:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise StorageError("out of order")
+        return real(store, key, body)
+
+    monkeypatch.setattr(Store, "create", create)
+    (manifest,) = made(generate(recipe_on(server)))
+    assert (manifest.written, manifest.asked) == (2, 2)
+    failures, notes = 1_000_000, list[str]()
+    recipe = recipe_on(server, patience_s=0.2, commit_every_s=0.5, model="tiny", sampling={"max_tokens": 65})
+    with suppress(StorageError):
+        generate(recipe, watch=Watch(on_note=notes.append))
+    assert any("are lost: out of order" in note for note in notes), notes
+
+
+def test_servers_that_accept_and_never_answer_end_it(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
+) -> None:
+    prompts("a", ["Hi?", *(f"{i} [always:stall]" for i in range(200))])
+    outcomes = {"max_bad_share": 1.0}
+    times = {"request_timeout_s": 0.3, "total_timeout_s": 1.0, "patience_s": 0.5}
+    with pytest.raises(ServersGone, match="no server has answered for"):
+        generate(recipe_on(serve(), concurrency=4, outcomes=outcomes, **times))
+
+
+def test_more_rejects_than_can_be_kept_are_refused(
+    recipe_on: MakeRecipe, generate: Generate, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_core.completions.generation.prompts.MAX_REJECTS", 5)
+    assert stores.prompts is not None
+    stores.prompts.put("a.jsonl", b"\n" * 6 + b'{"prompt": "One?"}\n')
+    reason = reason_of(generate(recipe_on("http://127.0.0.1:9/v1")))
+    assert "more than 5 of its lines are rejected, the last at line 6" in reason
+
+
+def test_a_kill_while_answers_are_forgotten_leaves_no_later_ones(
+    recipe_on: MakeRecipe, prompts: Prompts, stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger is read up to its first gap: segments behind one would stay and be in the way."""
+    prompts("a", ["One?"])
+    recipe = recipe_on("http://127.0.0.1:9/v1")
+    (source,), plan = list_prompts(recipe), plan_of(recipe)
+    prefix = f"generated_completions/a/{plan.request_hash}/"
+    for number in range(3):
+        stores.derived.put(f"{prefix}{number:06d}.jsonl", b"")
+
+    def deleted(store: Store, key: str) -> None:
+        delete_object(store, key)
+        raise StorageError("killed")
+
+    monkeypatch.setattr("dflash_core.completions.generation.work.delete_object", deleted)
+    with pytest.raises(StorageError):
+        open_work(source, plan, stores, tmp_path, anew=True)
+    assert [key for key, _, _ in stores.derived.list(prefix)] == [f"{prefix}{n:06d}.jsonl" for n in range(2)]

@@ -1,14 +1,21 @@
 """A server that does not fit the recipe is refused before anything is asked of it."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from dflash_core.completions.generation.generate import FileGenerated, FileOutcome, Watch
+from dflash_core.completions.generation.generate import FileGenerated, FileOutcome, Watch, generate_files
+from dflash_core.completions.generation.inputs import list_prompts
+from dflash_core.completions.generation.probe import PROBE
+from dflash_core.completions.generation.prompts import Prompt
 from dflash_core.completions.generation.wire import ServerRefuses
+from dflash_core.completions.record import Refused
 from dflash_core.recipe import Recipe
+from dflash_core.storage.store import Stores
 from tests.chat_server import ChatServer
+from tests.completions.generation.conftest import ids_of
 
 Serve = Callable[..., ChatServer]
 MakeRecipe = Callable[..., Recipe]
@@ -22,7 +29,10 @@ Generate = Callable[..., list[FileOutcome]]
         ({"model": "another"}, "does not serve 'tiny' but another"),
         ({"extra_tokens": 3}, "renders prompts differently: a prompt has"),
         ({"extra_tokens": 3, "token_ids": True}, "renders prompts differently: from token"),
-        ({"room": 66}, "has room for 66 tokens, but the first prompt has 3 and generation.sampling.max_tokens is 64"),
+        (
+            {"room": 66},
+            r"has room for 66 tokens, but a short question has \d+ and generation.sampling.max_tokens is 64",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told(
@@ -78,3 +88,40 @@ def test_what_is_asked_is_what_the_recipe_says(
     assert (body["top_p"], body["top_k"], body["stream"]) == (0.9, 20, False)
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
     assert "temperature" not in body
+
+
+def test_a_first_prompt_that_is_too_long_is_refused_for_itself(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
+) -> None:
+    """The server has room for the others; nothing is kept of a refused prompt, so it comes first in every run."""
+    prompts("a", ["[always:400]" + "long " * 100, "Hi?", "Ho?"])
+    recipe = recipe_on(serve(room=200))
+    for _ in range(2):
+        (outcome,) = generate(recipe)
+        assert isinstance(outcome, FileGenerated)
+        assert outcome.manifest.outcomes == {"good": 2, "refused": 1}
+
+
+def test_a_first_prompt_that_is_refused_does_not_cost_the_token_ids(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate, stores: Stores
+) -> None:
+    prompts("a", ["[always:400]", "Hi?", "Ho?"])
+    generate(recipe_on(serve(token_ids=True)))
+    rows = [json.loads(line) for line in stores.source.get("a.jsonl").body.splitlines()]
+    assert [row["prompt_token_ids"] for row in rows] == [[ord(c) for c in text] for text in ("Hi?", "Ho?")]
+
+
+def test_a_template_that_refuses_the_probe_is_a_note(serve: Serve, recipe_on: MakeRecipe, prompts: Prompts) -> None:
+    """Some templates demand a system message."""
+
+    def demanding(prompt: Prompt) -> list[int]:
+        if prompt is PROBE:
+            raise Refused("template", "a system message is needed")
+        return ids_of(prompt)
+
+    prompts("a", ["Hi?"])
+    notes: list[str] = []
+    recipe = recipe_on(serve())
+    (outcome,) = generate_files(recipe, list_prompts(recipe), demanding, watch=Watch(on_note=notes.append))
+    assert isinstance(outcome, FileGenerated)
+    assert any("refuses a lone question" in note for note in notes)
