@@ -46,11 +46,12 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 
 @pytest.fixture
-def bucket(endpoint: Endpoint) -> str:
-    """A fresh bucket."""
+def bucket(endpoint: Endpoint) -> Iterator[str]:
+    """A fresh bucket, gone with all it holds after the test: the server has a limited number of volumes."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     ensure_bucket(name)
-    return name
+    yield name
+    make_client(Storage(bucket=name)).delete_bucket(Bucket=name)
 
 
 @pytest.fixture
