@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from dflash_assets.metadata import GROUP, file_uri, picture, table
+from dflash_assets.failures import failure, observations
+from dflash_assets.metadata import GROUP, file_uri, picture
 from dflash_assets.partitions import FILES_PER_RUN, completion_files, sources_of
 from dflash_assets.resources import RecipeResource
 from dflash_core import TOKENIZATION_VERSION
@@ -100,14 +101,14 @@ def completion_file_assets(
         sources, gone = sources_of(settings, context.partition_keys)
         for partition in gone:
             failed[partition] = "its source file is gone, or not generated yet"
-            yield from _observations(context, partition, failed[partition], None)
+            yield from observations(context, partition, failed[partition], None)
         for outcome in process_files(settings, sources):
             if isinstance(outcome, FileDone):
                 manifests.append(outcome.manifest)
                 yield from _materializations(context, settings, derived, outcome)
             else:
                 failed[outcome.source.partition] = outcome.reason
-                yield from _observations(context, outcome.source.partition, outcome.reason, outcome.source.etag)
+                yield from observations(context, outcome.source.partition, outcome.reason, outcome.source.etag)
         if mask_invariants.key in context.selected_asset_check_keys:
             yield _invariants(derived, manifests)
     except UserError as error:
@@ -115,33 +116,7 @@ def completion_file_assets(
     if rows_conserved.key in context.selected_asset_check_keys:
         yield _conservation(manifests)
     if failed or stopped:
-        raise _failure(failed, stopped, len(context.partition_keys))
-
-
-def _observations(
-    context: dg.AssetExecutionContext, partition: str, reason: str, etag: str | None
-) -> Iterator[dg.AssetObservation]:
-    """Why a file failed, on the page of its partition."""
-    context.log.error(f"{partition}: {reason}")
-    for key in sorted(context.selected_asset_keys):
-        yield dg.AssetObservation(
-            key, partition=partition, metadata={"state": "failed", "reason": reason, "etag": etag or "none"}
-        )
-
-
-def _failure(failed: dict[str, str], stopped: str, files: int) -> dg.Failure:
-    """Every failed file with its reason, and what stopped the run as a whole, if anything did."""
-    sentences = [f"{partition}: {reason}" for partition, reason in sorted(failed.items())]
-    counted = [f"{len(failed)} of {files} files failed: {'; '.join(sentences)}"] if failed else []
-    return dg.Failure(
-        "; ".join([*([stopped] if stopped else []), *counted]),
-        metadata={
-            "failed files": table([{"partition": key, "reason": reason} for key, reason in sorted(failed.items())])
-        }
-        if failed
-        else {},
-        allow_retries=False,
-    )
+        raise failure(failed, stopped, len(context.partition_keys))
 
 
 def _materializations(

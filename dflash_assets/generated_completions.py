@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import dagster as dg
 
+from dflash_assets.failures import failure, observations
 from dflash_assets.metadata import GROUP, file_uri, picture
 from dflash_assets.partitions import completion_files, sources_of
 from dflash_assets.resources import RecipeResource
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 FILES_PER_RUN = 100
 LOG_EVERY_S = 15.0
 
-Event = dg.AssetMaterialization | dg.MaterializeResult  # type: ignore[type-arg]
+Event = dg.AssetMaterialization | dg.AssetObservation | dg.MaterializeResult  # type: ignore[type-arg]
 Metadata = dict[str, dg.MetadataValue | str | int | float | bool]
 
 
@@ -62,13 +63,14 @@ def generated_completions(
         prompts, without = _prompts_of(settings, list(context.partition_keys))
         there, gone = _written_by_others(settings, without)
         yield from (report.untouched(source) for source in there)
-        failed |= dict.fromkeys(gone, "there are neither prompts nor completions")
+        for partition in gone:
+            failed[partition] = "there are neither prompts nor completions"
+            yield from observations(context, partition, failed[partition], None)
         yield from _generate(settings, prompts, config, report, failed)
     except UserError as error:
         stopped = str(error)
     if failed or stopped:
-        sentences = [*([stopped] if stopped else []), *(f"{key}: {reason}" for key, reason in sorted(failed.items()))]
-        raise dg.Failure("; ".join(sentences), allow_retries=False)
+        raise failure(failed, stopped, len(context.partition_keys))
 
 
 def _generate(
@@ -88,7 +90,7 @@ def _generate(
             yield report.generated(outcome.manifest, outcome.skipped)
         else:
             failed[outcome.source.partition] = outcome.reason
-            report.note(f"{outcome.source.uri}: {outcome.reason}")
+            yield from observations(report.context, outcome.source.partition, outcome.reason, outcome.source.etag)
 
 
 def _prompts_of(settings: Recipe, partitions: list[str]) -> tuple[list[SourceFile], list[str]]:

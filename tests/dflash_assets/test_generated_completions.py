@@ -133,7 +133,23 @@ def test_a_range_ends_with_the_good_ones_green_and_the_bad_ones_named(
     failure = result.failure_data_for_node("generated_completions")
     assert failure is not None
     assert failure.user_failure_data is not None
-    assert "b: given up" in str(failure.user_failure_data.description)
+    assert "1 of 3 files failed: b: given up" in str(failure.user_failure_data.description)
+    entry = failure.user_failure_data.metadata["failed files"]
+    assert isinstance(entry, dg.TableMetadataValue)
+    assert [record.data["partition"] for record in entry.records] == ["b"]
+    page = dg.AssetRecordsFilter(dg.AssetKey("generated_completions"), asset_partitions=["b"])
+    (record,) = instance.fetch_observations(page, limit=10).records
+    assert record.asset_observation is not None
+    assert "given up" in str(record.asset_observation.metadata["reason"].value)
+
+
+def test_a_partition_alone_that_fails_is_told_alike(instance: dg.DagsterInstance, stores: Stores, run: Run) -> None:
+    put_prompts(stores, "a", *(f"{i} [say:empty]" for i in range(4)))
+    failure = run([generated_completions, completion_file_assets], "a").failure_data_for_node("generated_completions")
+    assert failure is not None
+    assert failure.user_failure_data is not None
+    assert "failed files" in failure.user_failure_data.metadata
+    assert statuses(instance, "generated_completions") == {"a": "FAILED"}
 
 
 def test_the_key_is_nowhere(
