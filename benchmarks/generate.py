@@ -19,7 +19,6 @@ import argparse
 import json
 import random
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -37,6 +36,7 @@ from dflash_core.completions.generation.prompts import Prompt
 from dflash_core.recipe import Recipe
 from dflash_core.storage.embedded import embedded_store, ensure_bucket
 from dflash_core.storage.store import open_stores
+from dflash_core.supervised import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 500
@@ -91,7 +91,7 @@ def _characters(prompt: Prompt) -> list[int]:
 
 def _busy(folder: Path, arguments: argparse.Namespace) -> Numbers:
     """One run without a break."""
-    port = _free_port()
+    port = free_ports(1)[0]
     recipe = _recipe(folder, "whole", port, arguments.slots)
     _put_prompts(recipe, arguments.prompts)
     with _server(port, arguments.delay) as url:
@@ -216,12 +216,6 @@ def _ask(url: str) -> dict[str, Any]:
     with opener.open(url, timeout=30) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

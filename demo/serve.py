@@ -1,6 +1,5 @@
 """The demo's target behind `transformers serve`, the light OpenAI-compatible server."""
 
-import socket
 import sys
 import time
 import urllib.request
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_core.errors import UserError
-from dflash_core.supervised import last_words, supervised
+from dflash_core.supervised import free_ports, last_words, supervised
 
 START_TIMEOUT_S = 120.0
 GRACE_S = 3.0
@@ -24,7 +23,7 @@ def serving(target: Path, log: Path) -> Iterator[str]:
     Raises:
         UserError: it does not come up; the sentence holds its last words.
     """
-    port = _free_port()
+    port = free_ports(1)[0]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(target)]
     command += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
     with supervised(command, "TERM", GRACE_S, log, OFFLINE) as process:
@@ -43,9 +42,3 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

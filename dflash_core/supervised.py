@@ -6,9 +6,10 @@ pipe closes and the watcher stops the server: first as asked, after a grace peri
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,15 @@ WATCHER = (
     'exec 3<&0; { read -r _ <&3; kill -s "$1" $$; sleep "$2"; kill -9 -$$; } >/dev/null 2>&1 & '
     'shift 2; exec "$@" </dev/null 3<&-'
 )
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that are free now; all are held until the last is found, so that they differ."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 @contextmanager

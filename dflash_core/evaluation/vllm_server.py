@@ -5,7 +5,6 @@ import; everything else about it is asked over HTTP, as with a server that someb
 """
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from dflash_core.errors import UserError
 from dflash_core.evaluation.served import Server
-from dflash_core.supervised import last_words, supervised
+from dflash_core.supervised import free_ports, last_words, supervised
 
 EXTENSION = Path(__file__).parent / "vllm_extension"
 START_TIMEOUT_S = 600.0
@@ -64,9 +63,7 @@ def vllm_server(
     """
     if not python.exists():
         raise UserError(f"{python} does not exist; name the python of an environment with vLLM (make serving-env)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_ports(1)[0])
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port]
     command += ["--model", str(target), "--served-model-name", target.name, "--dtype", options.dtype]
     command += ["--enforce-eager", "--max-num-seqs", str(options.max_num_seqs), *options.more]

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from dflash_core.errors import StorageError
 from dflash_core.recipe import Recipe, Storage
 from dflash_core.records import Record
 from dflash_core.storage.store import make_client
-from dflash_core.supervised import last_words, supervised
+from dflash_core.supervised import free_ports, last_words, supervised
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -147,7 +146,7 @@ def _read_endpoint(folder: Path) -> Endpoint | None:
 def _start(folder: Path, stack: ExitStack, deadline: float, lock: IO[str]) -> Endpoint:
     (folder / "data").mkdir(exist_ok=True)
     (folder / "endpoint.json").unlink(missing_ok=True)
-    ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     endpoint = Endpoint(
         url=f"http://127.0.0.1:{ports['s3.port']}", access_key=secrets.token_hex(10), secret_key=secrets.token_hex(20)
     )
@@ -208,15 +207,6 @@ def _identities(endpoint: Endpoint) -> str:
 def _write_private(path: Path, text: str) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now; all are held until the last is found, so that they differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _binary() -> str:
