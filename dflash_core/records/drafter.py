@@ -34,6 +34,7 @@ class DrafterCheckpoint(Record):
     """Seconds in the training loop over all attempts, model loading excluded."""
     final_loss: float
     held_out_accepted_prefix: float
+    """Of the published weights."""
     weights: StoredObject
     """fp32 masters, safetensors."""
     config: StoredObject

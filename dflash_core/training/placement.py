@@ -64,14 +64,23 @@ def place(placement: Placement, rank: int, ranks: int) -> RankPlacement:
 
 
 def join(placement: Placement) -> tuple[int, int]:
-    """Set up threads and, under torchrun, the process group (NCCL between GPUs, gloo else); returns (rank, ranks)."""
+    """Set up threads and, under torchrun, the process group (NCCL between GPUs, gloo else); returns (rank, ranks).
+
+    Raises:
+        RecipeError: the drafter of this rank has no device here.
+    """
     if placement.threads:
         torch.set_num_threads(placement.threads)
     if not distributed.is_torchelastic_launched():
         return 0, 1
     if not distributed.is_initialized():
-        backend = "nccl" if placement.drafters[0].startswith("cuda") else "gloo"
-        distributed.init_process_group(backend, timeout=SETUP_TIMEOUT)
+        local = distributed.get_node_local_rank()
+        device = _device(placement.drafters[local % len(placement.drafters)], "drafters")  # `place` compares the counts
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # what collectives of Python objects use
+            distributed.init_process_group("nccl", timeout=SETUP_TIMEOUT, device_id=device)
+        else:
+            distributed.init_process_group("gloo", timeout=SETUP_TIMEOUT)
     return distributed.get_rank(), distributed.get_world_size()
 
 

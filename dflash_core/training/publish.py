@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 LATEST = "drafter_checkpoint/latest.json"
 CURVE = "learning_curve.png"
+CHECKPOINTS = "checkpoints"
+"""Of a run's folder: the local ones."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,13 @@ def publish_run(
     curve = final / CURVE
     curve.write_bytes(learning_curve(files.metrics))
     progress = outcome.progress
+    last = outcome.published_step == progress.step
     checkpoint = DrafterCheckpoint(
         **made_from,
         steps=progress.step,
         train_s=progress.train_s,
         final_loss=progress.final_loss,
-        held_out_accepted_prefix=progress.held_out_accepted_prefix,
+        held_out_accepted_prefix=progress.held_out_accepted_prefix if last else progress.best_accepted_prefix,
         weights=upload_file(files.store, below + WEIGHTS_FILE, final / WEIGHTS_FILE),
         config=upload_file(files.store, below + CONFIG_FILE, final / CONFIG_FILE),
         metrics=upload_file(files.store, below + METRICS, files.metrics),
@@ -106,9 +109,14 @@ def publish_run(
     )
     files.store.put_record(below + "manifest.json", checkpoint)
     files.store.put_record(LATEST, RunPointer(run=files.run))
-    files.remote.clear()
-    shutil.rmtree(files.checkpoints.path, ignore_errors=True)
+    clear_checkpoints(files.remote, files.checkpoints.path)
     return checkpoint
+
+
+def clear_checkpoints(remote: RemoteCheckpoints, local: Path) -> None:
+    """Remove what a finished run no longer needs; where nothing is left, nothing happens."""
+    remote.clear()
+    shutil.rmtree(local, ignore_errors=True)
 
 
 def _coverage(sums: torch.Tensor, partitions: list[str]) -> tuple[FileCoverage, ...]:

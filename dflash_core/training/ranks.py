@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from torch import distributed
+
 from dflash_core.errors import TrainingStopped, UserError
 from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import DrafterCheckpoint
@@ -124,8 +126,9 @@ def run_rank(job: Job, session: Session, make_probe: MakeProbe | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the starter decides, through the file
     recipe = load_recipe(job.recipe)
-    rank, _ = join(recipe.training.placement)
+    rank = distributed.get_node_local_rank()
     try:
+        join(recipe.training.placement)
         with watching(recipe, job, rank == 0) as report:
             stop = StopRequest(session.stop)
             checkpoint = train_drafter(recipe, job.training_set, job.accept_failed_gate, report, stop, make_probe)
@@ -138,7 +141,7 @@ def run_rank(job: Job, session: Session, make_probe: MakeProbe | None) -> int:
             write_whole(session.answer, json.dumps({"error": str(error), "stopped": False}))
         session.fail(rank, error)
         return error.exit_code
-    except Exception as error:
+    except Exception as error:  # whatever ends a rank has to be told, or the others wait for it until they time out
         session.fail(rank, error)
         raise
     if rank == 0:

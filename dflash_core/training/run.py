@@ -30,7 +30,15 @@ from dflash_core.training.identity import identity, refuse_changed_recipe, run_n
 from dflash_core.training.metrics import Report, StepMetrics
 from dflash_core.training.placement import RankPlacement, join, place
 from dflash_core.training.probing import MakeProbe, Probed
-from dflash_core.training.publish import LATEST, Outcome, RunFiles, choose_weights, publish_run
+from dflash_core.training.publish import (
+    CHECKPOINTS,
+    LATEST,
+    Outcome,
+    RunFiles,
+    choose_weights,
+    clear_checkpoints,
+    publish_run,
+)
 from dflash_core.training.recorder import LeadRecorder, RemoteCheckpoints, resume
 from dflash_core.training.setup import make_data, make_learner, make_targets, require_fitting
 from dflash_core.training.step import Learner
@@ -73,17 +81,19 @@ def train_drafter(
     target = _from_lead(placement, lambda: target_fingerprint(recipe.target.path, recipe.storage.work_dir))
     run = run_name(recipe, training_set, target)
     finished = store.find_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
+    folder = recipe.storage.work_dir / "drafter_checkpoint" / run
+    remote = RemoteCheckpoints(store, run)
     if finished is not None:
         if placement.lead:
             store.put_record(LATEST, RunPointer(run=run))
+            clear_checkpoints(remote, folder / CHECKPOINTS)  # a kill after the manifest left them
         return finished
-    folder = recipe.storage.work_dir / "drafter_checkpoint" / run
     with readable_failures(recipe), _locked(folder, placement):
         made_with = identity(recipe, training_set, target, placement)
         if placement.lead:
             refuse_changed_recipe(recipe, store, run, made_with)
-        checkpoints = CheckpointFolder(folder / "checkpoints", made_with, recipe.training.keep_checkpoints)
-        files = RunFiles(store, run, folder, checkpoints, RemoteCheckpoints(store, run))
+        checkpoints = CheckpointFolder(folder / CHECKPOINTS, made_with, recipe.training.keep_checkpoints)
+        files = RunFiles(store, run, folder, checkpoints, remote)
         outcome = _train(recipe, training_set, placement, files, Watch(on_step, stop or StopRequest(), make_probe))
         if not placement.lead:
             return _await_manifest(store, run)

@@ -162,7 +162,7 @@ class Learner:
     @record_function("update")
     def update(self, learning_rate: float, stop: bool) -> Outcome:
         """Finish the step; every rank calls it, also one that had no row."""
-        self._counted[Sums._fields.index("stop")] = float(stop)
+        self._counted[Sums._fields.index("stop")].fill_(float(stop))
         packed = torch.cat((self._counted, self._slots))
         if self._reduction is not None:
             self._reduction.finish()

@@ -1,19 +1,21 @@
 """Who runs what: pairs, several targets for one drafter, one device; and the same update from each of them."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from dflash_core.drafter.target_files import load_head
 from dflash_core.errors import RecipeError
 from dflash_core.recipe import Placement, Recipe
 from dflash_core.storage.store import Store
 from dflash_core.training.feed import FeatureFeed, prepare
-from dflash_core.training.placement import place
+from dflash_core.training.placement import join, place
 from dflash_core.training.run import train_drafter
 from dflash_core.training.target import load_target
 from tests.training.conftest import put_training_set, random_rows, row_store
@@ -65,6 +67,29 @@ def test_other_placements() -> None:
 def test_impossible_placements_are_refused(targets: list[str], drafters: list[str], ranks: int, reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
         place(Placement(targets=tuple(targets), drafters=tuple(drafters)), 0, ranks)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_joins_on_the_gpu_of_its_drafter(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Collectives of Python objects run on the current device: it must not be GPU 0 for everyone."""
+    current: list[torch.device] = []
+    joined: list[tuple[str, torch.device]] = []
+
+    def init(backend: str, *, timeout: timedelta, device_id: torch.device) -> None:
+        assert timeout > timedelta(minutes=10)
+        joined.append((backend, device_id))
+
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setattr(distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(distributed, "init_process_group", init)
+    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    placement = Placement(targets=("cuda:0", "cuda:1"), drafters=("cuda:2", "cuda:3"))
+    assert join(placement) == (rank, 2)
+    assert current == [place(placement, rank, 2).drafter]
+    assert joined == [("nccl", current[0])]
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (3, 1), (2, 2), (4, 2)])
