@@ -128,6 +128,8 @@ class ChatServer:
             self.seen.first = self.seen.first or time.monotonic()
         if self._remember:
             self.seen.bodies.append(body)
+        if "[refused]" in text:  # probes included
+            return await _send(writer, 400, {"error": {"message": "not this prompt"}})
         mischief = re.search(r"\[(once|always):(\w+)\]", text)
         if body["max_tokens"] != 1 and mischief and (mischief.group(1) == "always" or self.seen.requests[text] == 1):
             return await self._misbehave(mischief.group(2), writer)

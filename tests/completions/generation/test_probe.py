@@ -1,6 +1,5 @@
 """A server that does not fit the recipe is refused before anything is asked of it."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from dflash_core.completions.generation.prompts import Prompt
 from dflash_core.completions.generation.wire import ServerRefuses
 from dflash_core.completions.record import Refused
 from dflash_core.recipe import Recipe
-from dflash_core.storage.store import Stores
 from tests.chat_server import ChatServer
 from tests.completions.generation.conftest import ids_of
 
@@ -94,7 +92,7 @@ def test_a_first_prompt_that_is_too_long_is_refused_for_itself(
     serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
 ) -> None:
     """The server has room for the others; nothing is kept of a refused prompt, so it comes first in every run."""
-    prompts("a", ["[always:400]" + "long " * 100, "Hi?", "Ho?"])
+    prompts("a", ["[refused]" + "long " * 100, "Hi?", "Ho?"])
     recipe = recipe_on(serve(room=200))
     for _ in range(2):
         (outcome,) = generate(recipe)
@@ -103,12 +101,13 @@ def test_a_first_prompt_that_is_too_long_is_refused_for_itself(
 
 
 def test_a_first_prompt_that_is_refused_does_not_cost_the_token_ids(
-    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate, stores: Stores
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
 ) -> None:
-    prompts("a", ["[always:400]", "Hi?", "Ho?"])
-    generate(recipe_on(serve(token_ids=True)))
-    rows = [json.loads(line) for line in stores.source.get("a.jsonl").body.splitlines()]
-    assert [row["prompt_token_ids"] for row in rows] == [[ord(c) for c in text] for text in ("Hi?", "Ho?")]
+    prompts("a", ["[refused]", "Hi?", "Ho?"])
+    server = serve(token_ids=True)
+    generate(recipe_on(server))
+    asked = [body for body in server.seen.bodies if body["messages"][-1]["content"] in ("Hi?", "Ho?")]  # type: ignore[index]
+    assert [body.get("return_token_ids") for body in asked] == [True, True]
 
 
 def test_a_template_that_refuses_the_probe_is_a_note(serve: Serve, recipe_on: MakeRecipe, prompts: Prompts) -> None:
