@@ -15,6 +15,8 @@ from dflash_core.evaluation.prompts import STATES, Prompt, State, ThinkingSwitch
 from dflash_core.evaluation.subject import Subject
 
 Progress = Callable[[int, int], None]
+WARM_UP_TOKENS = 32
+"""Decoded of the first prompt before the clock runs."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Meter:
     def _against_the_clock(self, prompts: list[tuple[int, ...]]) -> tuple[list[Generation], list[Generation]]:
         sampling, timed = self._sampling(self.settings.temperature), self.settings.timed_prompts
         drafts: tuple[Draft, Draft] = (self._drafter(sampling.temperature), NoDraft())
+        for draft in drafts:  # untimed: what is compiled or allocated once is no prompt's time
+            for prompt in prompts[: min(timed, 1)]:
+                short = min(WARM_UP_TOKENS, sampling.max_new_tokens)
+                generate(self.subject.target, draft, prompt, replace(sampling, max_new_tokens=short))
         ours, plain = list[Generation](), list[Generation]()
         for number, prompt in enumerate(prompts[:timed]):
             own = replace(sampling, seed=uniform_bits("timed", sampling.seed, number) >> 1)

@@ -6,7 +6,7 @@ trade-off: one request after the other, because only then are the counters ours 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -231,13 +231,16 @@ def _agree(served: float, decoded: float) -> bool:
 def _exported(recipe: Recipe, store: Store, export: DrafterExport) -> Iterator[Path]:
     """The exported folder as S3 holds it, verified."""
     work_dir = recipe.storage.work_dir
-    try:
-        work_dir.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".served-", dir=work_dir) as name:
-            fetch_export(store, export, Path(name))
-            yield Path(name)
-    except OSError as error:
-        raise StorageError(f"storage.work_dir {work_dir} cannot take the export: {error}; free disk space") from None
+    with ExitStack() as stack:
+        try:
+            work_dir.mkdir(parents=True, exist_ok=True)
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix=".served-", dir=work_dir)))
+            fetch_export(store, export, folder)
+        except OSError as error:
+            raise StorageError(
+                f"storage.work_dir {work_dir} cannot take the export: {error}; free disk space"
+            ) from None
+        yield folder
 
 
 @contextmanager

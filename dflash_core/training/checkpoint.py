@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dflash_core.drafter.folder import sync
 from dflash_core.errors import IncompatibleError, StorageError
 from dflash_core.storage.transfers import sha256_file
 
@@ -113,7 +114,7 @@ class CheckpointFolder:
                 (aside / METRICS).write_bytes(lines.read(metrics_bytes))
             digests = {}
             for file in sorted(aside.iterdir()):
-                _sync(file)
+                sync(file)
                 digests[file.name] = sha256_file(file)
             state = {
                 "format": FORMAT,
@@ -122,11 +123,11 @@ class CheckpointFolder:
                 "sha256": digests,
             }
             (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf8")
-            _sync(aside / STATE)
-            _sync(aside)
+            sync(aside / STATE)
+            sync(aside)
             shutil.rmtree(final, ignore_errors=True)
             os.rename(aside, final)
-            _sync(self.path)
+            sync(self.path)
             self._point([entry for entry in self.entries() if entry["step"] < step], snapshot.progress)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -143,9 +144,9 @@ class CheckpointFolder:
         kept = [*best, *entries[-self.keep :]]
         aside = self.path / f".{POINTER}"
         aside.write_text(json.dumps({"checkpoints": kept}, indent=1), encoding="utf8")
-        _sync(aside)
+        sync(aside)
         os.replace(aside, self.path / POINTER)
-        _sync(self.path)
+        sync(self.path)
         names = {self.folder(entry["step"]).name for entry in kept}
         for folder in self.path.iterdir():
             if folder.is_dir() and folder.name not in names:
@@ -245,11 +246,3 @@ def _parts(snapshot: Snapshot) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 def _remove_aside(path: Path) -> None:
     for left in path.glob(".saving-*"):
         shutil.rmtree(left)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

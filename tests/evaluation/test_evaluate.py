@@ -14,10 +14,13 @@ from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.folder import load_drafter
 from dflash_core.errors import IncompatibleError, ObjectMissing, RecipeError, UserError
 from dflash_core.evaluation import evaluate as module
+from dflash_core.evaluation import measure
+from dflash_core.evaluation.decode import Generation, Sampling, generate
+from dflash_core.evaluation.drafts import Draft
 from dflash_core.evaluation.evaluate import evaluate_drafter
 from dflash_core.evaluation.markdown import to_terminal
 from dflash_core.evaluation.prompts import Prompt, ThinkingSwitch
-from dflash_core.evaluation.target import load_verifying_target
+from dflash_core.evaluation.target import VerifyingTarget, load_verifying_target
 from dflash_core.recipe import Evaluation, Export, Recipe
 from dflash_core.records import DrafterEval, DrafterExport
 from dflash_core.storage.store import Store
@@ -113,6 +116,21 @@ def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe) -> None:
     assert sum(report.stops.values()) > 0
     assert report.examples[0].refused != report.examples[0].said
     assert (report.timed_prompts, report.differing_prompts) == (2, 0)
+
+
+def test_the_clock_runs_only_after_each_side_has_decoded_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[int, ...], int, int]] = []
+
+    def remember(target: VerifyingTarget, draft: Draft, prompt: tuple[int, ...], sampling: Sampling) -> Generation:
+        asked.append((prompt, draft.block_size, sampling.max_new_tokens))
+        return generate(target, draft, prompt, sampling)
+
+    monkeypatch.setattr(measure, "WARM_UP_TOKENS", 3)
+    monkeypatch.setattr(measure, "generate", remember)
+    evaluate_drafter(recipe, None, nothing)
+    assert [limit for _, _, limit in asked] == [3, 3, 12, 12, 12, 12]
+    assert asked[0][:2] == asked[2][:2]  # the drafter on the first prompt
+    assert asked[1][:2] == asked[3][:2]  # and without
 
 
 def test_each_thinking_state_is_measured_on_the_same_prompts(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

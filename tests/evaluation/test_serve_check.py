@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dflash_core import cli
 from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.model import Drafter
-from dflash_core.errors import IncompatibleError, ObjectMissing, UserError
+from dflash_core.errors import IncompatibleError, ObjectMissing, StorageError, UserError
 from dflash_core.evaluation import serve_check as serve_check_module
 from dflash_core.evaluation.acceptance import acceptance_length
 from dflash_core.evaluation.decode import Generation, Sampling, generate, generate_plain
@@ -279,6 +279,21 @@ def test_without_an_export_or_a_server_the_sentence_says_what_to_do(finished: Fi
     started = vllm_server(tmp_path / "python", recipe.target.path, None, tmp_path / "log")
     with pytest.raises(UserError, match=r"does not exist; name the python of an environment with vLLM"), started:
         pass
+
+
+def test_a_failure_while_the_server_is_asked_is_not_blamed_on_the_disk(
+    exported: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    recipe, _ = exported
+    monkeypatch.setattr(serve_check_module, "load_subject", full)
+    with pytest.raises(OSError, match=r"^no space left$"):
+        serve_check(recipe, None, Question("http://127.0.0.1:9"), nothing)
+    monkeypatch.setattr(serve_check_module, "fetch_export", full)
+    with pytest.raises(StorageError, match=r"cannot take the export: no space left; free disk space"):
+        serve_check(recipe, None, Question("http://127.0.0.1:9"), nothing)
 
 
 def test_another_target_or_tokenizer_is_refused_before_any_server_is_asked(exported: Finished, tmp_path: Path) -> None:

@@ -183,8 +183,8 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename, replace = module._sync, os.rename, os.replace
-    monkeypatch.setattr(module, "_sync", lambda path: (done.append(f"sync {path.name}"), sync(path)))
+    sync, rename, replace = module.sync, os.rename, os.replace
+    monkeypatch.setattr(module, "sync", lambda path: (done.append(f"sync {path.name}"), sync(path)))
     monkeypatch.setattr(os, "rename", lambda a, b: (done.append("rename"), rename(a, b)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append("replace"), replace(a, b)))
     folder, _ = folder_with(tmp_path, 2)

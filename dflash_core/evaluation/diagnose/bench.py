@@ -134,5 +134,9 @@ def acceptance(generations: Sequence[Generation]) -> Counts:
 
 def is_clear(before: Counts, after: Counts) -> bool:
     """Whether acceptance after is higher beyond noise, and by enough to be the explanation."""
-    gain = length_of(after) - length_of(before)
-    return gain >= max(LEAST_GAIN, LEAST_SHARE * (length_of(after) - 1)) and difference_interval(after, before)[0] > 0
+    return is_enough(length_of(before), length_of(after)) and difference_interval(after, before)[0] > 0
+
+
+def is_enough(lower: float, higher: float) -> bool:
+    """Whether two acceptance lengths lie so far apart that it needs an explanation."""
+    return higher - lower >= max(LEAST_GAIN, LEAST_SHARE * (higher - 1))

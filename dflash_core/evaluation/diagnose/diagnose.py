@@ -23,20 +23,20 @@ from dflash_core.drafter.config import (
     tokenizer_mask_id,
 )
 from dflash_core.drafter.folder import read_config, read_state
-from dflash_core.drafter.placed import MANIFEST_FILE
+from dflash_core.drafter.placed import read_manifest
 from dflash_core.drafter.target_files import LM_HEAD_KEYS, check_target, is_tied, safetensors_files
 from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
 from dflash_core.errors import IncompatibleError
-from dflash_core.evaluation.acceptance import length_of
+from dflash_core.evaluation.acceptance import Counts, acceptance_interval, length_of
 from dflash_core.evaluation.diagnose.assumption import Text
-from dflash_core.evaluation.diagnose.bench import Bench, Facts, Finding, acceptance
+from dflash_core.evaluation.diagnose.bench import Bench, Facts, Finding, acceptance, is_enough
 from dflash_core.evaluation.diagnose.data import try_off_policy, try_template, try_truncation
 from dflash_core.evaluation.diagnose.shape import try_shapes
 from dflash_core.evaluation.measure import Progress
 from dflash_core.evaluation.prompts import held_out_prompts, served_ending
 from dflash_core.evaluation.subject import Subject, load_subject
 from dflash_core.recipe import Recipe
-from dflash_core.records import DrafterCheckpoint, DrafterExport, Record
+from dflash_core.records import DrafterCheckpoint, Record
 from dflash_core.storage.store import Store, open_stores
 
 PROMPTS = 16
@@ -122,7 +122,7 @@ def diagnose_bench(
         served=served,
         findings=tuple(findings),
         notes=tuple(notes),
-        conclusion=_conclusion(findings, trained_prefix, measured, served),
+        conclusion=_conclusion(findings, trained_prefix, prefixes, served, notes),
     )
 
 
@@ -187,14 +187,9 @@ def _of_folder(store: Store, recipe: Recipe, folder: Path) -> _Drafter:
     """A folder, and the run that its manifest names, if the store has it."""
     config = read_config(folder)
     state = read_state(folder, config)
-    manifest = folder / MANIFEST_FILE
-    try:
-        run = DrafterExport.model_validate_json(manifest.read_bytes()).run if manifest.exists() else None
-    except ValueError:
-        raise IncompatibleError(f"{manifest} is no manifest of an export; remove it or export again") from None
-    checkpoint = (
-        None if run is None else store.find_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
-    )
+    export = read_manifest(folder)
+    manifest = None if export is None else f"drafter_checkpoint/{export.run}/manifest.json"
+    checkpoint = None if manifest is None else store.find_record(manifest, DrafterCheckpoint)
     if checkpoint is None:
         return _Drafter(str(folder), config, state, None, None)
     trained_config, masters = fetch_drafter(store, checkpoint, recipe.storage.work_dir)
@@ -209,7 +204,11 @@ def _of_folder(store: Store, recipe: Recipe, folder: Path) -> _Drafter:
     return _Drafter(str(folder), config, state, checkpoint, trained_config, tuple(notes))
 
 
-def _conclusion(findings: Sequence[Finding], trained: float | None, measured: float, served: float) -> str:
+def _conclusion(
+    findings: Sequence[Finding], trained: float | None, prefixes: Counts, served: float, notes: Sequence[str]
+) -> str:
+    """What explains the gap; where nothing does, whether there is one."""
+    measured = length_of(prefixes)
     explaining = sorted((f for f in findings if f.explains), key=lambda f: (f.before or 0.0) - (f.after or 0.0))
     reported = "" if trained is None else f"; training reported {trained:.2f}"
     if explaining:
@@ -219,6 +218,9 @@ def _conclusion(findings: Sequence[Finding], trained: float | None, measured: fl
             f"{best.cause} explains it: with {best.tried}, acceptance goes from {best.before:.2f} to "
             f"{best.after:.2f}{reported}{others}."
         )
+    beside = "".join(f"; {note}" for note in notes)
+    if trained is not None and is_enough(measured, trained) and acceptance_interval(prefixes)[1] < trained:
+        return f"Unexplained: training reported {trained:.2f}, the same rows now give {measured:.2f}{beside}."
     return (
         f"Nothing found: no cause changes acceptance for the better (served {served:.2f}, accepted prefix on held-out "
         f"rows {measured:.2f}{reported}); the drafter is as good as its training made it."

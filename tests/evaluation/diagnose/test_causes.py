@@ -123,6 +123,16 @@ def test_a_template_that_serving_does_not_use_is_found(world: World) -> None:
     assert finding.note == "8 of 8 prompts end otherwise when served"
 
 
+def test_damaged_weights_are_told_although_no_cause_explains_them(world: World) -> None:
+    drafter = Drafter(world.config)
+    drafter.load_state_dict(world.drafter.state_dict() | {"norm.weight": torch.linspace(-1.0, 1.0, 64)})
+    note = "1 of 25 tensors differ from run r, first norm.weight"
+    found = diagnose_bench(world.bench(drafter.eval()), "planted", 3.5, (note,), lambda done, total: None)
+    assert found.conclusion == (
+        f"Unexplained: training reported 3.50, the same rows now give {found.measured_prefix:.2f}; {note}."
+    )
+
+
 def test_answers_of_the_fixture_are_the_targets_own(world: World) -> None:
     again = answers(world.target, [text.ids[: text.answer] for text in world.texts], ANSWER)
     assert again == world.texts
