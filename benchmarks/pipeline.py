@@ -72,6 +72,12 @@ class World:
             yield prepare(Batch(step, 0, True, ("row",), *row), preparation)
 
 
+def device_of(name: str) -> torch.device:
+    """A device as an argument names it; cuda is cuda:0, since devices are told apart by their index."""
+    device = torch.device(name)
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
 def make_world(sizes: Sizes, target_device: torch.device, drafter_device: torch.device) -> World:
     """Random weights: bf16 target and ends on CUDA, fp32 on a CPU; fp32 drafter with gradient checkpointing."""
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel
 
-from benchmarks.pipeline import PUBLISHED, TINY, make_world, overlap_share, run_steps, utilisation
+from benchmarks.pipeline import PUBLISHED, TINY, device_of, make_world, overlap_share, run_steps, utilisation
 from benchmarks.specforge_step import specforge_step
 from dflash_core.drafter import model
 from dflash_core.drafter.config import DrafterConfig
@@ -266,8 +266,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--small", action="store_true", help=f"a vocabulary of {V_SMALL:,}: seconds, not minutes")
     parser.add_argument("--specforge", type=Path, metavar="DIR", help="a checkout of SpecForge to compare with")
-    parser.add_argument("--device", type=torch.device, help="measure a whole training there: cuda:0 (or cpu)")
-    parser.add_argument("--drafter-device", type=torch.device, help="another GPU for the drafter")
+    parser.add_argument("--device", type=device_of, help="measure a whole training there: cuda:0 (or cpu)")
+    parser.add_argument("--drafter-device", type=device_of, help="another GPU for the drafter")
     parser.add_argument("--objective", choices=["ours", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--vocabulary", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()

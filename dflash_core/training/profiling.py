@@ -1,7 +1,7 @@
 """`dflash train --profile`: a trace of a few steps, and what share of them is target, drafter, objective, update.
 
-The trade-off: shares are of the host's time on a CPU and of the device's on CUDA, summed over the devices; a trace of
-more steps would say the same and be too large to open.
+The trade-off: shares are of the host's time, so they are told of a training on the CPU alone: on CUDA the host only
+launches, and what the device did is to be seen in the trace; one of more steps would be too large to open.
 """
 
 import gzip
@@ -38,13 +38,12 @@ def profiled(trace: Path) -> Iterator[Report]:
         yield step
 
 
-def shares(profiler: profile) -> dict[str, float]:
-    """Share of each part in the time of all parts."""
-    averages = {event.key: event for event in profiler.key_averages() if event.key in PARTS}
-    on_device = any(event.device_time_total for event in averages.values())
-    times = {
-        name: float(event.device_time_total if on_device else event.cpu_time_total) for name, event in averages.items()
-    }
+def shares(profiler: profile) -> dict[str, float] | None:
+    """Share of each part in the host's time of all parts; None where a device computed."""
+    events = profiler.key_averages()
+    if any(event.device_time_total for event in events):
+        return None
+    times = {event.key: float(event.cpu_time_total) for event in events if event.key in PARTS}
     total = sum(times.values()) or 1.0
     return {name: times.get(name, 0.0) / total for name in PARTS}
 
@@ -55,5 +54,6 @@ def _write(profiler: profile, trace: Path) -> None:
     with plain.open("rb") as source, gzip.open(trace, "wb") as packed:
         shutil.copyfileobj(source, packed)
     plain.unlink()
-    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares(profiler).items())
+    found = shares(profiler)
+    parts = "no shares on CUDA" if found is None else ", ".join(f"{name} {share:.0%}" for name, share in found.items())
     log.info("profile of %d steps: %s; trace for chrome://tracing or Perfetto: %s", TRACED, parts, trace)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu_check as gpu_check_module
+from benchmarks.pipeline import device_of
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -33,6 +36,26 @@ def test_every_check_runs_on_a_cpu_and_claims_nothing_it_cannot_see(tmp_path: Pa
     assert shape["losses"][-1] < shape["losses"][0]
     assert shape["mfu"] is None
     assert shape["flops"] > 6 * shape["parameters"]
+
+
+def test_one_gpu_is_one_device_however_it_is_spelled() -> None:
+    assert device_of("cuda") == device_of("cuda:0") == torch.device("cuda", 0)
+    assert (device_of("cuda:1"), device_of("cpu")) == (torch.device("cuda", 1), torch.device("cpu"))
+
+
+def test_a_check_that_raises_anything_is_failed_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> gpu_check_module.Checked:
+        raise NotImplementedError("no such kernel")
+
+    for name in ("no_sync", "objective_memory", "published_shape"):
+        monkeypatch.setattr(gpu_check_module, name, lambda *_: {"passed": True})
+    monkeypatch.setattr(gpu_check_module, "flex_equals_sdpa", broken)
+    told: list[dict[str, bool]] = []
+    cpu = torch.device("cpu")
+    gpu_check_module.check(cpu, True, cpu, lambda now: told.append({name: r["passed"] for name, r in now.items()}))
+    assert told[0] == {"flex_equals_sdpa": False}
+    assert [len(now) for now in told] == [1, 2, 3, 4]
+    assert told[-1] == {"flex_equals_sdpa": False, "no_sync": True, "objective_memory": True, "published_shape": True}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from dflash_core.recipe import Recipe
 from dflash_core.records import CommandFailure, DrafterCheckpoint
 from dflash_core.storage.store import Store
 from dflash_core.train import main
+from dflash_core.training.profiling import shares
 from tests.training.conftest import put_training_set, random_rows
 
 pytestmark = pytest.mark.timeout(1200)  # a machine shared with others may give little
@@ -149,6 +151,19 @@ def test_a_profile_is_written_and_says_what_the_step_is_made_of(
     assert told is not None, caplog.text
     events = json.loads(gzip.decompress(Path(told.group(1)).read_bytes()))["traceEvents"]
     assert {"target", "drafter", "objective", "backward", "update"} <= {event.get("name") for event in events}
+
+
+def test_shares_are_told_of_the_host_alone() -> None:
+    """On CUDA the host only launches, and each region comes twice, once a device type."""
+
+    def profiler(device_us: float) -> Any:
+        events = [("target", 30.0), ("drafter", 10.0), ("aten::mm", 99.0)]
+        averages = [SimpleNamespace(key=k, cpu_time_total=t, device_time_total=device_us) for k, t in events]
+        return SimpleNamespace(key_averages=lambda: averages)
+
+    told = shares(profiler(0.0))
+    assert told == {"target": 0.75, "drafter": 0.25, "objective": 0.0, "backward": 0.0, "update": 0.0}
+    assert shares(profiler(5.0)) is None
 
 
 @pytest.mark.parametrize("ranks", [2])
