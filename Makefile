@@ -12,7 +12,7 @@ WORKERS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install demo dev test test-services test-scale test-serving serving-env browser postgres target fmt check lint types clean
+.PHONY: help install demo dev test test-services test-walk test-scale test-serving serving-env browser postgres target fmt check lint types clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,10 +34,13 @@ dev: $(READY)  ## the Dagster UI on 127.0.0.1 with the embedded store (DFLASH_RE
 	$(BIN)/dflash dev
 
 test: $(READY)  ## the fast tests, at most 12 minutes on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services and not serving and not scale" --material=$(MATERIAL)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not services and not walk and not serving and not scale" --material=$(MATERIAL)
 
 test-services: $(READY) browser postgres  ## the running UI in a real browser, the demo from start to end
 	$(BIN)/python -m pytest -m services --material=$(MATERIAL)
+
+test-walk: $(READY) browser  ## a day's work in the browser; with SCREENSHOTS=docs it takes the pictures of docs/operating.md
+	$(BIN)/python -m pytest -m walk $(if $(SCREENSHOTS),--screenshots=$(SCREENSHOTS),)
 
 test-scale: $(READY)  ## what takes long: 1,805 files through the daemon, SIGKILL at every crash point
 	$(BIN)/python -m pytest -m scale --material=$(MATERIAL)

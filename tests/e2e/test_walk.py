@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, Page, expect
 from dflash_core.storage.store import open_stores
 from tests.e2e.walking import BAD, FILES, World, partitions, walking
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.walk, pytest.mark.timeout(600)]
 
 FILE_ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
 TIMEOUT_S = 240.0
