@@ -43,7 +43,7 @@ def ui(told: "subprocess.CompletedProcess[str]", project: Path) -> Iterator[Dags
 
 
 def test_the_lineage_shows_every_asset_in_flow_order(ui: Dagster, page: Page, screenshots: Path) -> None:
-    page.set_viewport_size({"width": 1500, "height": 920})
+    page.set_viewport_size({"width": 1700, "height": 920})
     page.goto(f"{ui.url}/asset-groups")
     places = []
     for asset in FLOW:
@@ -53,7 +53,7 @@ def test_the_lineage_shows_every_asset_in_flow_order(ui: Dagster, page: Page, sc
         assert box is not None
         places.append(box["x"])
     page.wait_for_timeout(5_000)  # the colours come with the second answer
-    page.screenshot(path=screenshots / "lineage.png", clip={"x": 0, "y": 0, "width": 1500, "height": 680})
+    page.screenshot(path=screenshots / "lineage.png", clip={"x": 0, "y": 0, "width": 1700, "height": 680})
     expect(page.get_by_text("drafter_coverage", exact=True).first).to_be_visible()
     assert places == sorted(places), dict(zip(FLOW, places, strict=True))
 
