@@ -331,7 +331,7 @@ def test_the_command_prints_both_sides_and_fails_where_serving_is_lower(
     exported: Finished, listen: Listen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe, drafter = exported
-    monkeypatch.setattr(cli, "open_recipe", lambda path: recipe)
+    monkeypatch.setattr(cli.drafter, "open_recipe", lambda path: recipe)
     result = tmp_path / "result.json"
     good = ["serve-check", "--url", listen(Fake(recipe, drafter).answer), "--prompts", "2", "--result", str(result)]
     answer = CliRunner().invoke(cli.app, good)
