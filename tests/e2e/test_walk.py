@@ -19,8 +19,12 @@ pytestmark = [pytest.mark.walk, pytest.mark.timeout(600)]
 FILE_ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
 TIMEOUT_S = 240.0
 WIDTH, HEIGHT = 1400, 850
-SENSOR = """query($name: String!) { sensorOrError(sensorSelector: {repositoryName: "__repository__",
-  repositoryLocationName: "dflash", sensorName: $name}) { ... on Sensor { sensorState { status } } } }"""
+PLACE = 'repositoryName: "__repository__", repositoryLocationName: "dflash"'
+STATES = f"""query($name: String!) {{
+  sensors: sensorOrError(sensorSelector: {{{PLACE}, sensorName: $name}}) {{
+    ... on Sensor {{ state: sensorState {{ status }} }} }}
+  schedules: scheduleOrError(scheduleSelector: {{{PLACE}, scheduleName: $name}}) {{
+    ... on Schedule {{ state: scheduleState {{ status }} }} }} }}"""
 
 
 @pytest.fixture(scope="module")
@@ -137,21 +141,22 @@ def test_numbers_are_plotted_over_the_partitions(world: World, page: Page, shot:
     shot("plots")
 
 
-def test_automation_is_switched_on_and_off(world: World, page: Page, shot: Shot) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("schedules", "rerun_failed_files"), ("sensors", "new_completion_files")])
+def test_automation_is_switched_on_and_off(world: World, page: Page, shot: Shot, kind: str, name: str) -> None:
     def state() -> str:
-        return str(world.ui.ask(SENSOR, name="new_completion_files")["sensorOrError"]["sensorState"]["status"])
+        return str(world.ui.ask(STATES, name=name)[kind]["state"]["status"])
 
     page.goto(f"{world.ui.url}/automation")
-    row = page.locator("[data-index]", has=page.locator("a[href$='/sensors/new_completion_files']"))
+    row = page.locator("[data-index]", has=page.locator(f"a[href$='/{kind}/{name}']"))
     switch = row.locator("label[class*=formatSwitch]")
     expect(switch).to_be_visible()
     assert state() == "STOPPED"
     switch.click()
-    until(lambda: state() == "RUNNING", "the sensor is on")
+    until(lambda: state() == "RUNNING", f"{name} is on")
     page.mouse.move(0, 0)
     shot("automation", 480)
     switch.click()
-    until(lambda: state() == "STOPPED", "the sensor is off")
+    until(lambda: state() == "STOPPED", f"{name} is off")
 
 
 def test_training_shows_its_steps_and_ends_when_told(world: World, page: Page, shot: Shot) -> None:
