@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 import dagster as dg
 
 from dflash_assets.resources import RecipeResource
-from dflash_core.evaluation.served import NoRedirect
 from dflash_core.recipe import Alerts
-from dflash_core.storage.addresses import is_refused
+from dflash_core.storage.addresses import NoRedirect, is_refused
 
 LINES = 20
 """Failed files named in a message."""

@@ -16,7 +16,7 @@ from dflash_assets.partitions import sync_partitions
 from dflash_core.errors import StorageError, UserError
 from dflash_core.recipe import load_recipe
 from dflash_core.storage.embedded import store_of
-from dflash_core.supervised import last_words, supervised
+from dflash_core.supervised import free_ports, last_words, supervised
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
@@ -124,12 +124,10 @@ def _end_training(ui: Dagster) -> None:
 
 def _free(port: int) -> int:
     """This port, or any other where it is taken."""
-    for wanted in (port, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", wanted))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise UserError("no free port on 127.0.0.1")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return free_ports(1)[0]
+        return int(probe.getsockname()[1])

@@ -3,7 +3,7 @@
 import dagster as dg
 
 from dflash_assets.drafter_checkpoint import GPU_TAGS, drafter_checkpoint
-from dflash_assets.metadata import GROUP, file_uri, picture
+from dflash_assets.metadata import GROUP, file_uri, picture, table
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
 from dflash_core.records import AcceptanceCut, DrafterEval
@@ -67,7 +67,7 @@ def drafter_eval(context: dg.AssetExecutionContext, recipe: RecipeResource, conf
                 [round(share, 4) for share in report.conditional_acceptance]
             ),
             "accepted per step, histogram": dg.MetadataValue.json(list(report.histogram)),
-            "cuts": dg.MetadataValue.table([_cut_record(cut) for cut in report.cuts]),
+            "cuts": table([_cut_row(cut) for cut in report.cuts]),
             "cuts not made": dg.MetadataValue.json(report.skipped_cuts),
             "lossless": report.lossless,
             "prompts": report.prompts,
@@ -124,13 +124,11 @@ def _interval(interval: tuple[float, float]) -> str:
     return f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
-def _cut_record(cut: AcceptanceCut) -> dg.TableRecord:
-    return dg.TableRecord(
-        {
-            "cut": cut.cut,
-            "name": cut.name,
-            "prompts": cut.prompts,
-            "acceptance length": round(cut.acceptance_length, 3),
-            "95 %": _interval(cut.interval),
-        }
-    )
+def _cut_row(cut: AcceptanceCut) -> dict[str, str | int | float]:
+    return {
+        "cut": cut.cut,
+        "name": cut.name,
+        "prompts": cut.prompts,
+        "acceptance length": round(cut.acceptance_length, 3),
+        "95 %": _interval(cut.interval),
+    }

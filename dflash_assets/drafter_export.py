@@ -4,7 +4,7 @@ import dagster as dg
 
 from dflash_assets.drafter_checkpoint import drafter_checkpoint
 from dflash_assets.drafter_eval import RunConfig, drafter_eval
-from dflash_assets.metadata import GROUP, file_uri
+from dflash_assets.metadata import GROUP, file_uri, table
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
 from dflash_core.records import DrafterExport
@@ -31,11 +31,6 @@ def drafter_export(
             "run": export.run,
             "training set": export.training_set,
             "dtype": export.dtype,
-            "files": dg.MetadataValue.table(
-                [
-                    dg.TableRecord({"object": derived.uri(f.key), "bytes": f.size, "sha256": f.sha256})
-                    for f in export.files
-                ]
-            ),
+            "files": table([{"object": derived.uri(f.key), "bytes": f.size, "sha256": f.sha256} for f in export.files]),
         }
     )

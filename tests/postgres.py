@@ -4,7 +4,6 @@ import os
 import pwd
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import psycopg2
 import pytest
 
-from dflash_core.supervised import last_words, supervised
+from dflash_core.supervised import free_ports, last_words, supervised
 
 START_TIMEOUT_S = 60.0
 USER = "dflash"
@@ -29,7 +28,7 @@ def postgres() -> Iterator[dict[str, str]]:
         prefix = _as_other_user(folder) if os.geteuid() == 0 else []
         variables = {
             "PGHOST": "127.0.0.1",
-            "PGPORT": str(_free_port()),
+            "PGPORT": str(free_ports(1)[0]),
             "PGUSER": USER,
             "PGPASSWORD": secrets.token_hex(16),
             "PGDATABASE": "postgres",
@@ -90,9 +89,3 @@ def _binaries() -> str:
     if not found:
         pytest.fail("no PostgreSQL on this machine; `make postgres` installs Debian's")
     return str(found[-1].parent)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

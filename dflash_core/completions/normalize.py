@@ -73,14 +73,24 @@ def _raw_messages(row: dict[str, Json]) -> list[Json]:
     messages = named[0] if named else prompt
     if type(messages) is str and not named:
         messages = [{"role": "user", "content": messages}]
+    conversation = conversation_of(messages, row)
+    if answers or not named:
+        return [*conversation, *_answer(row, answers[0] if answers else "")]
+    return conversation
+
+
+def conversation_of(messages: Json, row: dict[str, Json]) -> list[Json]:
+    """A row's messages, led by its separate field `system` where it has one.
+
+    Raises:
+        Refused: they are no list, or an empty one.
+    """
     if type(messages) is not list:
         raise Refused("malformed messages", "the conversation is no list")
     if not messages:
         raise Refused("empty conversation")
     if type(row.get("system")) is str and row["system"]:
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    if answers or not named:
-        messages = [*messages, *_answer(row, answers[0] if answers else "")]
+        return [{"role": "system", "content": row["system"]}, *messages]
     return messages
 
 

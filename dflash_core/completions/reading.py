@@ -1,7 +1,8 @@
 """One source object -> its completions and rejects, in line order. Every line yields at least one of the two."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dflash_core.completions.lines import MAX_LINE_BYTES, read_lines
 from dflash_core.completions.normalize import normalize
@@ -10,6 +11,7 @@ from dflash_core.completions.record import Completion, Refused
 from dflash_core.errors import UnreadableFile
 from dflash_core.records import Reject
 
+Item = TypeVar("Item")
 MAX_REJECTS = 100_000
 """Of one file: each is kept with its line and reason, and a few kilobytes can hold a billion blank lines."""
 
@@ -29,16 +31,7 @@ class CompletionFile:
 
     def __iter__(self) -> Iterator[Completion | Reject]:
         """Raises UnreadableFile if the compressed stream is broken or too long, or there are too many rejects."""
-        rejected = 0
-        for item in self._items():
-            if isinstance(item, Reject):
-                rejected += 1
-                if rejected > MAX_REJECTS:
-                    raise UnreadableFile(
-                        f"{self.where}: more than {MAX_REJECTS:,} of its lines are rejected, the last at line "
-                        f'{item.line} ("{item.reason}"); correct the file or split it'
-                    )
-            yield item
+        return within_rejects(self._items(), self.where)
 
     def _items(self) -> Iterator[Completion | Reject]:
         for line in read_lines(self.body, self.where):
@@ -52,6 +45,24 @@ class CompletionFile:
                 yield Reject(line=line.number, reason=refused.reason, detail=refused.detail)
                 continue
             yield from without_empty_turns(completion)
+
+
+def within_rejects(items: Iterable[Item | Reject], where: str) -> Iterator[Item | Reject]:
+    """The items of a file as they come, as long as not too many of them are rejects.
+
+    Raises:
+        UnreadableFile: more than MAX_REJECTS are.
+    """
+    rejected = 0
+    for item in items:
+        if isinstance(item, Reject):
+            rejected += 1
+            if rejected > MAX_REJECTS:
+                raise UnreadableFile(
+                    f"{where}: more than {MAX_REJECTS:,} of its lines are rejected, the last at line {item.line} "
+                    f'("{item.reason}"); correct the file or split it'
+                )
+        yield item
 
 
 def without_empty_turns(completion: Completion) -> Iterator[Completion | Reject]:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from dflash_core.errors import UserError
-from dflash_core.storage.addresses import check_url
+from dflash_core.storage.addresses import NoRedirect, check_url
 
 TIMEOUT_S = 600.0
 PROBE_TIMEOUT_S = 5.0
@@ -66,13 +66,6 @@ class Completion:
     """Its token ids, the stop token included; None where the server does not return them."""
     count: int
     """How many tokens it says it gave."""
-
-
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A server that sends us elsewhere is not the one that was named."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,21 @@ are about to connect to (`is_refused`), and `check_url` is only the early, reada
 """
 
 import ipaddress
+import urllib.request
+from typing import Any
 from urllib.parse import urlsplit
 
 from dflash_core.errors import RecipeError
 
 METADATA_ADDRESSES = frozenset({"fd00:ec2::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"})
 """Metadata services that are not link-local (the link-local ones, 169.254.0.0/16 and fe80::/10, are refused whole)."""
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A server that sends us elsewhere is not the one that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def is_refused(address: str) -> bool:

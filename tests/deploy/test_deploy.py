@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from dflash_assets.partitions import completion_files, sync_partitions
 from dflash_core.recipe import Recipe, Storage
 from dflash_core.storage.embedded import ensure_bucket
 from dflash_core.storage.store import Store, make_client, open_stores
-from dflash_core.supervised import supervised
+from dflash_core.supervised import free_ports, supervised
 from tests.dflash_assets.conftest import recipe, recipe_file, rows
 from tests.postgres import postgres, query
 
@@ -49,13 +48,10 @@ def home(tmp_path: Path, endpoint: object, database: object, monkeypatch: pytest
     for name in ("dagster.yaml", "workspace.yaml"):
         shutil.copy(DEPLOY / name, folder / name)
     ensure_bucket(LOGS_BUCKET)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     for name, value in {
         "DFLASH_LOGS_BUCKET": LOGS_BUCKET,
         "DFLASH_CODE_HOST": "127.0.0.1",
-        "DFLASH_CODE_PORT": port,
+        "DFLASH_CODE_PORT": str(free_ports(1)[0]),
         "DAGSTER_HOME": str(folder),
     }.items():
         monkeypatch.setenv(name, value)

@@ -14,11 +14,10 @@ from typing import Literal, NamedTuple
 import orjson
 
 from dflash_core.completions.lines import MAX_LINE_BYTES, read_lines
-from dflash_core.completions.normalize import message_of, row_id_of, tools_of
+from dflash_core.completions.normalize import conversation_of, message_of, row_id_of, tools_of
 from dflash_core.completions.parsing import parse_object
-from dflash_core.completions.reading import MAX_REJECTS
+from dflash_core.completions.reading import within_rejects
 from dflash_core.completions.record import Json, Message, Refused
-from dflash_core.errors import UnreadableFile
 from dflash_core.records import Reject
 
 
@@ -51,16 +50,7 @@ class PromptFile:
         Raises:
             UnreadableFile: the compressed stream is broken or too long, or too many lines are rejected.
         """
-        rejected = 0
-        for item in self._items():
-            if isinstance(item, Reject):
-                rejected += 1
-                if rejected > MAX_REJECTS:
-                    raise UnreadableFile(
-                        f"{self.where}: more than {MAX_REJECTS:,} of its lines are rejected, the last at line "
-                        f'{item.line} ("{item.reason}"); correct the file or split it'
-                    )
-            yield item
+        return within_rejects(self._items(), self.where)
 
     def _items(self) -> Iterator[Prompt | Reject]:
         seen: Counter[bytes] = Counter()
@@ -124,10 +114,4 @@ def _raw_messages(row: dict[str, Json]) -> list[Json]:
             "no prompt" if not named else "ambiguous form", "one of messages, conversations, prompt is needed"
         )
     messages = [{"role": "user", "content": named[0]}] if type(named[0]) is str else named[0]
-    if type(messages) is not list:
-        raise Refused("malformed messages", "the conversation is no list")
-    if not messages:
-        raise Refused("empty conversation")
-    if type(row.get("system")) is str and row["system"]:
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    return messages
+    return conversation_of(messages, row)

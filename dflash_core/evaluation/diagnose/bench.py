@@ -132,6 +132,34 @@ def acceptance(generations: Sequence[Generation]) -> Counts:
     return counts_of([generation.histogram for generation in generations])
 
 
+def compared(
+    cause: Cause, what: str, before: Counts, after: Counts, *, alternatives: int = 1, note: str = ""
+) -> Finding:
+    """The finding of the best alternative: acceptance as it is, and under the alternative."""
+    return Finding(
+        cause=cause,
+        tried=what,
+        alternatives=alternatives,
+        before=length_of(before),
+        after=length_of(after),
+        explains=is_clear(before, after),
+        note=note,
+    )
+
+
+def nothing_to_try(cause: Cause, before: Counts, note: str = "") -> Finding:
+    """The finding of a cause for which there is no alternative to try."""
+    return Finding(
+        cause=cause,
+        tried="no alternative",
+        alternatives=0,
+        before=length_of(before),
+        after=None,
+        explains=False,
+        note=note,
+    )
+
+
 def is_clear(before: Counts, after: Counts) -> bool:
     """Whether acceptance after is higher beyond noise, and by enough to be the explanation."""
     return is_enough(length_of(before), length_of(after)) and difference_interval(after, before)[0] > 0

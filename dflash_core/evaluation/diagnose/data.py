@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from dflash_core.evaluation.acceptance import Counts, length_of
+from dflash_core.evaluation.acceptance import Counts
 from dflash_core.evaluation.diagnose.assumption import Text
-from dflash_core.evaluation.diagnose.bench import Bench, Finding, acceptance, is_clear
+from dflash_core.evaluation.diagnose.bench import Bench, Finding, acceptance, compared, nothing_to_try
 
 AGREEMENT_ROWS = 8
 
@@ -15,23 +15,13 @@ def try_template(bench: Bench) -> Finding:
     ending = bench.facts.ending
     differing = sum(a != b for a, b in zip(bench.prompts, bench.served_prompts, strict=True))
     if not differing:
-        return Finding(
-            cause="template or thinking",
-            tried="no alternative",
-            alternatives=0,
-            before=length_of(acceptance(bench.served)),
-            after=None,
-            explains=False,
-            note="serving's template is not known" if ending is None else "the rows' prompts end as serving ends them",
-        )
-    before, after = acceptance(bench.served), acceptance(bench.generations)
-    return Finding(
-        cause="template or thinking",
-        tried="prompts that end as the rows' do, not as serving's template and options end them",
-        alternatives=1,
-        before=length_of(before),
-        after=length_of(after),
-        explains=is_clear(before, after),
+        known = "serving's template is not known" if ending is None else "the rows' prompts end as serving ends them"
+        return nothing_to_try("template or thinking", acceptance(bench.served), known)
+    return compared(
+        "template or thinking",
+        "prompts that end as the rows' do, not as serving's template and options end them",
+        acceptance(bench.served),
+        acceptance(bench.generations),
         note=f"{differing} of {len(bench.prompts)} prompts end otherwise when served",
     )
 
@@ -43,13 +33,11 @@ def try_off_policy(bench: Bench) -> Finding:
         for text, prompt, generation in zip(bench.texts, bench.prompts, bench.generations, strict=True)
     ]
     (before,), (after,) = (bench.prefixes(texts, [bench.as_it_is]) for texts in (own, bench.texts))
-    return Finding(
-        cause="off-policy rows",
-        tried="the rows' answers, not the target's own",
-        alternatives=1,
-        before=length_of(before),
-        after=length_of(after),
-        explains=is_clear(before, after),
+    return compared(
+        "off-policy rows",
+        "the rows' answers, not the target's own",
+        before,
+        after,
         note=f"{100 * _agreement(bench):.0f} % of the rows' tokens are what the target would say next",
     )
 
@@ -62,22 +50,12 @@ def try_truncation(bench: Bench) -> Finding:
         f"the longest row trained on has {bench.reach} tokens, {100 * bench.facts.cut_share:.0f} % are cut at the limit"
     )
     if not beyond or not within[:, 1].any():
-        return Finding(
-            cause="truncation",
-            tried="no alternative",
-            alternatives=0,
-            before=length_of(every),
-            after=None,
-            explains=False,
-            note=f"{note}; {'no' if not beyond else 'every'} served step lies beyond",
-        )
-    return Finding(
-        cause="truncation",
-        tried=f"only the steps within {bench.reach} tokens",
-        alternatives=1,
-        before=length_of(every),
-        after=length_of(within),
-        explains=is_clear(every, within),
+        return nothing_to_try("truncation", every, f"{note}; {'no' if not beyond else 'every'} served step lies beyond")
+    return compared(
+        "truncation",
+        f"only the steps within {bench.reach} tokens",
+        every,
+        within,
         note=f"{note}; {beyond} of {int(every[:, 1].sum())} served steps lie beyond",
     )
 

@@ -8,7 +8,7 @@ from dflash_core.drafter.config import LayerType, layer_ids
 from dflash_core.errors import IncompatibleError
 from dflash_core.evaluation.acceptance import Counts, length_of
 from dflash_core.evaluation.diagnose.assumption import Assumption
-from dflash_core.evaluation.diagnose.bench import Bench, Cause, Finding, is_clear
+from dflash_core.evaluation.diagnose.bench import Bench, Cause, Finding, compared, nothing_to_try
 
 MOST_MASKS = 64
 
@@ -104,18 +104,9 @@ def try_shapes(bench: Bench) -> tuple[Counts, list[Finding]]:
 
 def _finding(cause: Cause, before: Counts, pairs: list[tuple[Assumption, Counts]]) -> Finding:
     if not pairs:
-        return Finding(
-            cause=cause, tried="no alternative", alternatives=0, before=length_of(before), after=None, explains=False
-        )
+        return nothing_to_try(cause, before)
     best, counts = max(pairs, key=lambda pair: length_of(pair[1]))
-    return Finding(
-        cause=cause,
-        tried=best.what,
-        alternatives=len(pairs),
-        before=length_of(before),
-        after=length_of(counts),
-        explains=is_clear(before, counts),
-    )
+    return compared(cause, best.what, before, counts, alternatives=len(pairs))
 
 
 def _listed(ids: tuple[int, ...]) -> str:

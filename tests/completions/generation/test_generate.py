@@ -406,7 +406,7 @@ def test_servers_that_accept_and_never_answer_end_it(
 def test_more_rejects_than_can_be_kept_are_refused(
     recipe_on: MakeRecipe, generate: Generate, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_core.completions.generation.prompts.MAX_REJECTS", 5)
+    monkeypatch.setattr("dflash_core.completions.reading.MAX_REJECTS", 5)
     assert stores.prompts is not None
     stores.prompts.put("a.jsonl", b"\n" * 6 + b'{"prompt": "One?"}\n')
     reason = reason_of(generate(recipe_on("http://127.0.0.1:9/v1")))
