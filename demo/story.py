@@ -23,10 +23,11 @@ from dflash_assets.dev import dagster_ui, local_instance
 from dflash_assets.graphql import Dagster, RunEnd
 from dflash_assets.partitions import sync_partitions
 from dflash_core.completions.generation.inputs import find_generated, list_prompts
+from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import UserError
 from dflash_core.quality.training_set import load_training_set
 from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.records import DrafterCheckpoint, DrafterEval, GeneratedFile, Record, RunPointer, TrainingSet
+from dflash_core.records import DrafterCheckpoint, DrafterEval, GeneratedFile, Record, TrainingSet
 from dflash_core.storage.embedded import store_of
 from dflash_core.storage.store import Store, Stores, open_stores
 from dflash_core.tokenization.fingerprint import fingerprint
@@ -167,11 +168,11 @@ class Story:
 
     def checkpoint(self) -> DrafterCheckpoint:
         """Of the latest training run."""
-        return self.stores.derived.get_record(f"drafter_checkpoint/{self._run()}/manifest.json", DrafterCheckpoint)
+        return find_checkpoint(self.stores.derived, None)
 
     def evaluation(self) -> DrafterEval:
         """Of the latest training run."""
-        return self.stores.derived.get_record(f"drafter_eval/{self._run()}/report.json", DrafterEval)
+        return self.stores.derived.get_record(f"drafter_eval/{self.checkpoint().run}/report.json", DrafterEval)
 
     def report(self, wall_s: float) -> DemoReport:
         """Everything that was promised, in numbers."""
@@ -197,9 +198,6 @@ class Story:
             gate_second="pass" if second.verdict.passed else "fail",
             ui_url=self.ui.url,
         )
-
-    def _run(self) -> str:
-        return self.stores.derived.get_record("drafter_checkpoint/latest.json", RunPointer).run
 
     def _freeze(self) -> TrainingSet:
         _all_succeeded([self.ui.wait_for_run(self.ui.materialize(["training_set"]), STEP_TIMEOUT_S)])

@@ -16,9 +16,10 @@ from dflash_core.drafter.card import Lineage, model_card
 from dflash_core.drafter.config import check_fit, read_target_config
 from dflash_core.drafter.folder import save_drafter
 from dflash_core.drafter.placed import MANIFEST_FILE, building, entry_name, place, verify_folder
+from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.drafter.speculators import FOLDER, save_speculators
 from dflash_core.drafter.target_files import check_target
-from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
+from dflash_core.drafter.trained import fetch_drafter
 from dflash_core.errors import ObjectMissing, StorageError
 from dflash_core.quality.training_set import load_statistics, load_training_set
 from dflash_core.recipe import Recipe

@@ -1,8 +1,16 @@
-"""Finished training runs, by their manifests alone; without torch."""
+"""Finished training runs: where their manifests lie, and how they are found; without torch."""
 
 from dflash_core.errors import ObjectMissing
 from dflash_core.records import DrafterCheckpoint, RunPointer
 from dflash_core.storage.store import Store
+
+LATEST = "drafter_checkpoint/latest.json"
+"""Names the run that was finished last."""
+
+
+def checkpoint_key(run: str) -> str:
+    """Where the manifest of a finished run lies."""
+    return f"drafter_checkpoint/{run}/manifest.json"
 
 
 def find_checkpoint(store: Store, run: str | None) -> DrafterCheckpoint:
@@ -16,8 +24,8 @@ def find_checkpoint(store: Store, run: str | None) -> DrafterCheckpoint:
         ObjectMissing: no such run has finished.
     """
     try:
-        name = run or store.get_record("drafter_checkpoint/latest.json", RunPointer).run
-        return store.get_record(f"drafter_checkpoint/{name}/manifest.json", DrafterCheckpoint)
+        name = run or store.get_record(LATEST, RunPointer).run
+        return store.get_record(checkpoint_key(name), DrafterCheckpoint)
     except ObjectMissing:
         what = f"run {run!r}" if run else "run"
         raise ObjectMissing(

@@ -7,13 +7,10 @@ from torch import Tensor
 
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, read_config, read_state
-from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import ObjectMissing, StorageError
 from dflash_core.records import DrafterCheckpoint
 from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import download_file
-
-__all__ = ["fetch_drafter", "find_checkpoint"]
 
 
 def fetch_drafter(

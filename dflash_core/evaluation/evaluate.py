@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from dflash_core.batches.cache import RowStore
 from dflash_core.batches.split import uniform_bits
+from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.drafter.target_files import check_target
-from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
+from dflash_core.drafter.trained import fetch_drafter
 from dflash_core.errors import IncompatibleError
 from dflash_core.evaluation.markdown import report_markdown
 from dflash_core.evaluation.measure import Meter, Progress

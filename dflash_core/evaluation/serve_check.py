@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 from dflash_core.drafter.export import fetch_export, find_export
 from dflash_core.drafter.folder import read_config, read_state
+from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.drafter.target_files import check_target
-from dflash_core.drafter.trained import find_checkpoint
 from dflash_core.errors import IncompatibleError, StorageError, UserError
 from dflash_core.evaluation.acceptance import acceptance_length, add
 from dflash_core.evaluation.decode import Generation, Sampling, generate

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_core import TRAINING_VERSION
 from dflash_core.drafter.folder import CONFIG_FILE, read_config
+from dflash_core.drafter.runs import checkpoint_key
 from dflash_core.errors import IncompatibleError, ObjectMissing
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, TrainingSet
@@ -100,7 +101,7 @@ def refuse_changed_recipe(recipe: Recipe, store: Store, run: str, ours: Mapping[
     for other, step, theirs in (*_on_disk(folders, recipe.name), *_in_store(store, recipe.name)):
         if other == run or theirs.get("training_set") != ours["training_set"]:
             continue
-        if store.find_record(f"drafter_checkpoint/{other}/manifest.json", DrafterCheckpoint) is not None:
+        if store.find_record(checkpoint_key(other), DrafterCheckpoint) is not None:
             continue
         differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         fields = ", ".join(f"{key} = {theirs.get(key)} (now {ours.get(key)})" for key in differing)

@@ -14,6 +14,7 @@ import torch
 
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, save_drafter
+from dflash_core.drafter.runs import LATEST, checkpoint_key
 from dflash_core.records import DrafterCheckpoint, FileCoverage, RunPointer
 from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import upload_file
@@ -24,7 +25,6 @@ from dflash_core.training.step import COVERAGE_COLUMNS
 
 log = logging.getLogger(__name__)
 
-LATEST = "drafter_checkpoint/latest.json"
 CURVE = "learning_curve.png"
 CHECKPOINTS = "checkpoints"
 """Of a run's folder: the local ones."""
@@ -107,7 +107,7 @@ def publish_run(
         best_step=progress.best_step,
         best_accepted_prefix=progress.best_accepted_prefix,
     )
-    files.store.put_record(below + "manifest.json", checkpoint)
+    files.store.put_record(checkpoint_key(files.run), checkpoint)
     files.store.put_record(LATEST, RunPointer(run=files.run))
     clear_checkpoints(files.remote, files.checkpoints.path)
     return checkpoint

@@ -17,6 +17,7 @@ from torch import distributed
 from dflash_core import TRAINING_VERSION
 from dflash_core.batches.cache import open_rows
 from dflash_core.drafter.config import drafter_config, read_target_config, tokenizer_mask_id
+from dflash_core.drafter.runs import LATEST, checkpoint_key
 from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
@@ -32,7 +33,6 @@ from dflash_core.training.placement import RankPlacement, join, place
 from dflash_core.training.probing import MakeProbe, Probed
 from dflash_core.training.publish import (
     CHECKPOINTS,
-    LATEST,
     Outcome,
     RunFiles,
     choose_weights,
@@ -80,7 +80,7 @@ def train_drafter(
     store = open_stores(recipe).derived
     target = _from_lead(placement, lambda: target_fingerprint(recipe.target.path, recipe.storage.work_dir))
     run = run_name(recipe, training_set, target)
-    finished = store.find_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
+    finished = store.find_record(checkpoint_key(run), DrafterCheckpoint)
     folder = recipe.storage.work_dir / "drafter_checkpoint" / run
     remote = RemoteCheckpoints(store, run)
     if finished is not None:
@@ -244,7 +244,7 @@ def _on_lead_first(placement: RankPlacement, make: Callable[[], Shared]) -> Shar
 def _await_manifest(store: Store, run: str) -> DrafterCheckpoint:
     """Wait for the lead to publish; its death ends this process."""
     while True:
-        checkpoint = store.find_record(f"drafter_checkpoint/{run}/manifest.json", DrafterCheckpoint)
+        checkpoint = store.find_record(checkpoint_key(run), DrafterCheckpoint)
         if checkpoint is not None:
             return checkpoint
         time.sleep(1.0)

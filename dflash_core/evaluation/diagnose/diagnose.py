@@ -24,8 +24,9 @@ from dflash_core.drafter.config import (
 )
 from dflash_core.drafter.folder import read_config, read_state
 from dflash_core.drafter.placed import read_manifest
+from dflash_core.drafter.runs import checkpoint_key, find_checkpoint
 from dflash_core.drafter.target_files import LM_HEAD_KEYS, check_target, is_tied, safetensors_files
-from dflash_core.drafter.trained import fetch_drafter, find_checkpoint
+from dflash_core.drafter.trained import fetch_drafter
 from dflash_core.errors import IncompatibleError
 from dflash_core.evaluation.acceptance import Counts, acceptance_interval, length_of
 from dflash_core.evaluation.diagnose.assumption import Text
@@ -188,7 +189,7 @@ def _of_folder(store: Store, recipe: Recipe, folder: Path) -> _Drafter:
     config = read_config(folder)
     state = read_state(folder, config)
     export = read_manifest(folder)
-    manifest = None if export is None else f"drafter_checkpoint/{export.run}/manifest.json"
+    manifest = None if export is None else checkpoint_key(export.run)
     checkpoint = None if manifest is None else store.find_record(manifest, DrafterCheckpoint)
     if checkpoint is None:
         return _Drafter(str(folder), config, state, None, None)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_core.drafter.export import export_drafter
-from dflash_core.drafter.trained import find_checkpoint
+from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import IncompatibleError, ObjectMissing
 from dflash_core.evaluation.diagnose.diagnose import Diagnosis, diagnose, other_heads
 from dflash_core.evaluation.diagnose.table import to_terminal
