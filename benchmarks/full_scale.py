@@ -77,13 +77,18 @@ def as_toml(settings: Recipe) -> str:
 
 
 class Memory(threading.Thread):
-    """Samples what a process and its descendants hold together; pages that they share count once for each."""
+    """Samples what a process and its descendants hold together.
+
+    Twice: with the pages that they share counted for each of them (resident), and once in all (held).
+    """
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._pid = pid
         self.samples: list[int] = []
         """Resident bytes."""
+        self.held = 0
+        """The most bytes at any time (PSS)."""
 
     def run(self) -> None:
         """Until the process has ended."""
@@ -91,11 +96,12 @@ class Memory(threading.Thread):
             try:
                 process = psutil.Process(self._pid)
                 family = [process, *process.children(recursive=True)]
-                resident = sum(member.memory_info().rss for member in family)
+                memory = [member.memory_full_info() for member in family]
             except psutil.NoSuchProcess:
                 continue
-            if resident:  # a process that has ended and was not waited for yet holds nothing
+            if resident := sum(each.rss for each in memory):  # one that ended and was not waited for yet holds nothing
                 self.samples.append(resident)
+                self.held = max(self.held, sum(each.pss for each in memory))
             time.sleep(SAMPLE_S)
 
 
@@ -148,6 +154,7 @@ def uninterrupted(settings: Recipe, work: Path, files: int) -> Numbers:
     return {
         "wall_s": wall,
         "peak_resident_mb": max(resident),
+        "peak_held_mb": memory.held / 1e6,
         "resident_mb_at_100th_file": since[0],
         "peak_resident_mb_after_100th_file": max(since),
     }

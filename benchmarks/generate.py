@@ -71,6 +71,7 @@ def main() -> None:
     missed = [
         *([f"{numbers['busy slots']:.3f} of the slots are busy"] if numbers["busy slots"] < MIN_BUSY else []),
         *([f"memory grows {numbers['memory growth']:.2f} x"] if numbers["memory growth"] > FLAT else []),
+        *([f"{numbers['kills']} of {arguments.kills} kills"] if numbers["kills"] < arguments.kills else []),
         *(["the killed run's bytes differ"] if not numbers["equal bytes after kills"] else []),
     ]
     if arguments.json is not None:
@@ -129,16 +130,19 @@ def _killed(folder: Path, arguments: argparse.Namespace) -> Numbers:
     recipe = _recipe(folder, "killed", port, arguments.slots)
     chance, kills = random.Random(0), 0
     with _server(port, arguments.killed_delay) as url:
-        span_s = max(3.0, 0.6 * arguments.prompts / arguments.slots * arguments.killed_delay)
-        while True:
+        moments = sorted(chance.uniform(0.02, 0.98) * arguments.prompts for _ in range(arguments.kills))
+        client = psutil.Process(_start(folder, recipe))
+        for moment in moments:
+            while (
+                client.is_running()
+                and client.status() != psutil.STATUS_ZOMBIE
+                and _ask(f"{url}/seen")["answers"] < moment
+            ):
+                time.sleep(SAMPLE_S)
+            client.send_signal(signal.SIGKILL)
+            kills += client.wait() == -signal.SIGKILL
             client = psutil.Process(_start(folder, recipe))
-            try:
-                client.wait(timeout=chance.uniform(2.0, span_s) if kills < arguments.kills else None)
-                break
-            except psutil.TimeoutExpired:
-                client.send_signal(signal.SIGKILL)
-                client.wait()
-                kills += 1
+        client.wait()
         seen = _ask(f"{url}/seen")
     rows = [json.loads(line)["id"] for body in _outputs(recipe).values() for line in body.splitlines()]
     return {

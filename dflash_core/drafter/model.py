@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dflash_core.drafter.config import DrafterConfig
-from dflash_core.drafter.visibility import Attention, Blocks, attention
+from dflash_core.drafter.visibility import Attention, Blocks, SdpaAttention, attention
 
 
 class Rotation(NamedTuple):
@@ -204,7 +204,8 @@ class Drafter(nn.Module):
         """
         device, (S, K) = block_inputs.device, (max(cache.lengths), block_inputs.shape[1])
         at = cache.starts(device)
-        attend = attention(Blocks(at, at * 0, at + K, at >= 0), (S, K), self.windows)
+        # A handful of queries, new lengths at every step: nothing for a kernel that is compiled.
+        attend = SdpaAttention(Blocks(at, at * 0, at + K, at >= 0), (S, K), self.windows)
         rotation = self.rotation(at + torch.arange(K, device=device), block_inputs.dtype)
         x = block_inputs
         for layer, context in zip(self._decoder(), cache.read(), strict=True):

@@ -12,7 +12,7 @@ Shapes: B rows, S context tokens, N blocks, K block size, Q = N*K queries, D hea
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 TILE = 128
 SDPA_QUERIES = 256
 """Queries of one SDPA call: fewer skip more of the context, more cost less overhead."""
+MOST_KERNELS = 64
+"""Compiled flex kernels of one process; torch's own limit of 8 is passed by a drafter with a window."""
 
 
 class Blocks(NamedTuple):
@@ -209,8 +211,15 @@ class FlexAttention:
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)
+def _compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Tensor]:
+    """Full or windowed, one row or more, with gradients or without: each is a kernel of its own; lengths are not.
+
+    Beyond the limit it raises, where the default would go on without a kernel and with every score in memory.
+    """
+    made: Callable[..., Tensor] = torch.compile(  # type: ignore[call-overload]  # its stubs lack recompile_limit
+        flex_attention, dynamic=True, fullgraph=True, recompile_limit=MOST_KERNELS, backend=backend
+    )
+    return made
 
 
 def attention(blocks: Blocks, shape: tuple[int, int], windows: Sequence[int | None]) -> Attention:

@@ -16,7 +16,7 @@ from dflash_core.records import SourceFile
 from dflash_core.storage.store import Download, Stores
 from dflash_core.tokenization.objects import read_source
 
-MAX_BYTES = 32 << 20
+MAX_BYTES = 24 << 20
 
 Computed = TypeVar("Computed")
 Result = TypeVar("Result")

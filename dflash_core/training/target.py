@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, masking_utils
 from transformers.utils import logging as transformers_logging
 
 from dflash_core.drafter.target_files import safetensors_files
@@ -57,7 +57,8 @@ class Target:
         """
         self._sink = sink
         try:
-            self.backbone(input_ids=ids, use_cache=False)
+            with _rows_are_documents():
+                self.backbone(input_ids=ids, use_cache=False)
         finally:
             self._sink = None
 
@@ -127,6 +128,20 @@ def load_frozen(auto: Any, folder: Path, dtype: torch.dtype, config: Any = None)
             f"first {absent[0]}; download the folder again"
         )
     return model.requires_grad_(False)
+
+
+@contextmanager
+def _rows_are_documents() -> Iterator[None]:
+    """Spares transformers its search for packed rows, whose answer it waits for the device to give at every pass.
+
+    It has no switch for that: an attention mask makes it wait, too, and one made beforehand costs the fast kernels.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
 
 
 @contextmanager

@@ -5,9 +5,19 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dflash_core.drafter.visibility import TILE, Blocks, SdpaAttention, block_mask, boolean_mask
+from dflash_core.drafter.visibility import (
+    MOST_KERNELS,
+    TILE,
+    Blocks,
+    FlexAttention,
+    SdpaAttention,
+    _compiled_flex,
+    block_mask,
+    boolean_mask,
+)
 
 torch.set_num_threads(1)
 
@@ -163,3 +173,27 @@ def test_flex_and_sdpa_agree_where_flex_runs_here() -> None:
         ours = SdpaAttention(blocks, (S, K), [window])(query, key, value, window)
         theirs = flex_attention(query, key, value, block_mask=block_mask(blocks, (S, K), window))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_new_lengths_and_windows_compile_no_new_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a training run would compile at every step, until torch gave up and went on without a kernel."""
+    kernels = CompileCounter()
+    compiled = _compiled_flex.__wrapped__(kernels)
+    monkeypatch.setattr("dflash_core.drafter.visibility._compiled_flex", lambda: compiled)
+    source, K = random.Random(0), 8
+
+    def attend(B: int, N: int, S: int, window: int | None) -> None:
+        blocks = random_blocks(source, B, N, S, 1)
+        query, key = torch.randn(B, 2, N * K, 16), torch.randn(B, 1, S + N * K, 16)
+        FlexAttention(blocks, (S, K), [window])(query, key, key, window)
+
+    for window in (None, 40, 60):
+        for B in (2, 1):
+            for N, S in ((16, 150), (24, 128), (16, 257), (24, 300)):  # one tile of queries, and two
+                attend(B, N, S, window)
+    assert 1 < kernels.frame_count <= MOST_KERNELS / 4  # up to four of each: gradients or not, two types
+    before = kernels.frame_count
+    for S, window in ((151, None), (305, 41), (700, 77)):
+        attend(3, 24, S, window)
+        attend(1, 18, S, window)
+    assert kernels.frame_count == before

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -57,6 +58,9 @@ VISION = {
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON)),
     "qwen2_tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
+    "qwen2_sliding": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=16, max_window_layers=2)
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=16)),
     "qwen3_5_text": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**HYBRID)),
     "qwen3_5_vision": lambda: Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=HYBRID, vision_config=VISION)),
@@ -90,6 +94,31 @@ def test_features_equal_the_whole_models_hidden_states(family: tuple[PreTrainedM
     assert not torch.allclose(features[..., :32], whole_features(model, ids, (1,)))  # one layer off is not the same
     assert len(target.backbone.get_submodule("layers")) == LAYERS[-1] + 1  # type: ignore[arg-type]
     assert not any(p.requires_grad for p in target.backbone.parameters())
+
+
+class Waits(TorchDispatchMode):
+    """Names what reads a value back from the device, which a GPU would have to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pass_never_waits_for_the_device(family: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = family
+    target = load_target(folder, LAYERS, torch.float32, CPU)
+    ids = torch.randint(0, 97, (2, 40))
+    with Waits() as waits:
+        target.features(ids)
+    assert waits.seen == []
+    with Waits() as waits, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    assert waits.seen, "transformers alone waits: else there is nothing left to spare it"
 
 
 def test_padding_on_the_right_changes_no_token_before_it(family: tuple[PreTrainedModel, Path]) -> None:
