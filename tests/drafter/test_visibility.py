@@ -188,12 +188,12 @@ def test_new_lengths_and_windows_compile_no_new_kernel(monkeypatch: pytest.Monke
         FlexAttention(blocks, (S, K), [window])(query, key, key, window)
 
     for window in (None, 40, 60):
-        for B in (2, 1):
+        for B in (2, 3, 1):
             for N, S in ((16, 150), (24, 128), (16, 257), (24, 300)):  # one tile of queries, and two
                 attend(B, N, S, window)
     assert 1 < kernels.frame_count <= MOST_KERNELS / 4  # up to four of each: gradients or not, two types
     before = kernels.frame_count
     for S, window in ((151, None), (305, 41), (700, 77)):
-        attend(3, 24, S, window)
+        attend(4, 24, S, window)
         attend(1, 18, S, window)
     assert kernels.frame_count == before
