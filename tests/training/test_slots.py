@@ -1,17 +1,22 @@
-"""The slot protocol under queues that run late: who reads before *ready* or writes before *free* is caught."""
+"""Slots and feed under queues that run late: who reads before *ready* or writes before *free* is caught."""
 
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from dflash_core.batches.loader import Batch
+from dflash_core.training import feed
+from dflash_core.training.feed import Work, prepare
 from dflash_core.training.slots import PASSED, Event, HostQueue, Queues, Slot, _copy
+from dflash_core.training.target import Sink
+from tests.training.test_step import CPU, PREPARATION
 
-LAYERS, SHAPE = 3, torch.Size((2, 5, 4))
+LAYERS, WIDTH = 3, 4
 
 
 class LateQueue:
@@ -66,61 +71,90 @@ class LateQueue:
             work()
 
 
-@contextmanager
-def late_queues(seed: int) -> Iterator[tuple[Queues, list[LateQueue]]]:
-    late = [LateQueue(seed * 3 + i, 0.008 if seed % 3 == i else 0.001) for i in range(3)]  # one lags behind the others
-    try:
-        yield Queues(*late), late
-    finally:
-        for queue in late:
-            queue.close()
-            assert not queue.errors
+class LateTarget:
+    """Layer j of batch n is n * 10 + j + 1 throughout, and is made late."""
 
+    device = CPU
+    layer_ids = tuple(range(LAYERS))
 
-def pipeline(queues: Queues, slots: list[Slot], batches: int) -> list[str]:
-    """The target fills slots ahead of a drafter that reads each twice, as backward makes it; returns what is wrong."""
-    wrong: list[str] = []
-    waiting: list[tuple[int, Slot]] = []
+    def __init__(self, queue: LateQueue, begun: list[int]) -> None:
+        self._queue = queue
+        self._begun = begun
 
-    def fill(number: int) -> Slot:
-        slot = slots[number % len(slots)]
-        slot.begin(SHAPE, torch.float32)
+    def capture(self, ids: torch.Tensor, sink: Sink) -> None:
+        number = int(ids[0, 0])
+        self._begun.append(number)
         for layer in range(LAYERS):
-            hidden = torch.zeros(SHAPE)
-            queues.target.run(lambda hidden=hidden, layer=layer: hidden.fill_(number * 10 + layer + 1))  # type: ignore[misc]
-            slot.put(layer, hidden)
-        slot.finish()
-        return slot
+            hidden = torch.zeros(*ids.shape, WIDTH)
+            self._queue.run(lambda hidden=hidden, layer=layer: hidden.fill_(number * 10 + layer + 1))  # type: ignore[misc]
+            sink(layer, hidden)
+
+
+def batch_of(number: int) -> Work:
+    """All ids are the batch's number; shapes differ, and one batch in five has no row."""
+    ids = torch.full((0 if number % 5 == 3 else 2, 5 + number % 3), number)
+    files, lengths = torch.zeros(len(ids), dtype=torch.int64), torch.full((len(ids),), ids.shape[1])
+    row_ids = tuple(f"{number}:{row}" for row in range(len(ids)))
+    return prepare(Batch(number, 0, True, row_ids, files, ids, lengths, ids >= 0), PREPARATION)
+
+
+class Trained(NamedTuple):
+    """What a drafter saw that reads features twice: in forward, and in backward for the weight gradient of `fc`."""
+
+    order: list[int]
+    """The batches as they came."""
+    wrong: list[str]
+    """Reads that gave something else than the target made for the batch."""
+    begun: list[list[int]]
+    """What the target had been given when each batch came."""
+
+
+def train(seed: int, slots: int = 2, targets: int = 1, batches: int = 10) -> Trained:
+    """The feed of production between queues that run late."""
+    seen = Trained([], [], [])
+    begun: list[int] = []
+    late = [LateQueue(seed * 9 + i, 0.008 if seed % 3 == min(i, 2) else 0.001) for i in range(1 + 2 * targets)]
+    drafter, sides = late[0], late[1:]
+    lanes = iter([Queues(sides[2 * i], sides[2 * i + 1], drafter) for i in range(targets)])
 
     def read(number: int, features: torch.Tensor, when: str) -> None:
-        expected = torch.arange(1, LAYERS + 1).repeat_interleave(SHAPE[-1]) + number * 10.0
+        expected = torch.arange(1, LAYERS + 1).repeat_interleave(WIDTH) + number * 10.0
         if not torch.equal(features, expected.expand(features.shape)):
-            wrong.append(f"batch {number} {when}")
+            seen.wrong.append(f"batch {number} {when}")
 
-    def train(number: int, slot: Slot) -> None:
-        features = slot.take()
-        queues.drafter.run(lambda: read(number, features, "forward"))
-        queues.drafter.run(lambda: read(number, features, "backward"))
-        slot.release()
-
-    for number in range(batches):
-        if len(waiting) == len(slots):
-            train(*waiting.pop(0))
-        waiting.append((number, fill(number)))
-    for item in waiting:
-        train(*item)
-    return wrong
-
-
-def run(kind: type[Slot], count: int, seed: int, batches: int = 8) -> list[str]:
-    with late_queues(seed) as (queues, _):
-        return pipeline(queues, [kind(queues, LAYERS, torch.device("cpu")) for _ in range(count)], batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed, "_queues", lambda _target, _drafter: next(lanes))
+        fakes: Any = [LateTarget(sides[2 * i], begun) for i in range(targets)]
+        for work, features in feed.FeatureFeed(fakes, CPU, slots).feed(batch_of(n) for n in range(batches)):
+            number = work.batch.step
+            seen.order.append(number)
+            seen.begun.append(list(begun))
+            if features is not None:
+                for when in ("forward", "backward"):
+                    drafter.run(lambda f=features, n=number, w=when: read(n, f, w))  # type: ignore[misc]
+    for queue in (*sides, drafter):
+        queue.close()
+        assert not queue.errors
+    return seen
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_drafter_reads_what_the_target_made_for_it(count: int) -> None:
+@pytest.mark.parametrize(("slots", "targets"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_the_drafter_reads_what_the_target_made_for_it(slots: int, targets: int) -> None:
     for seed in range(4):
-        assert run(Slot, count, seed) == []
+        seen = train(seed, slots, targets)
+        assert seen.wrong == []
+        assert seen.order == list(range(10))
+
+
+@pytest.mark.parametrize(("slots", "targets"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+def test_the_target_is_as_many_batches_ahead_as_there_are_slots(slots: int, targets: int) -> None:
+    """target(t+1) has its work before the drafter gets batch t: only so can the two run at once."""
+    seen = train(0, slots, targets)
+    filled = [n for n in range(10) if batch_of(n).batch.row_ids]
+    for number, begun in zip(seen.order, seen.begun, strict=True):
+        done = sum(n < number for n in filled)
+        assert len(begun) >= min(done + slots * targets, len(filled)), f"batch {number} came when {begun} had begun"
+        assert begun == filled[: len(begun)]
 
 
 class NotFreed(Slot):
@@ -129,6 +163,18 @@ class NotFreed(Slot):
     def release(self) -> None:
         super().release()
         self._free = PASSED
+
+
+class FreedEarly(Slot):
+    """Freed once it is taken, with backward still to come."""
+
+    def take(self) -> torch.Tensor:
+        features = super().take()
+        super().release()
+        return features
+
+    def release(self) -> None:
+        pass
 
 
 class NotReady(Slot):
@@ -148,25 +194,26 @@ class NotMade(Slot):
         self._queues.copy.run(lambda: _copy(part, hidden))
 
 
-@pytest.mark.parametrize("broken", [NotFreed, NotReady, NotMade])
-def test_each_missing_wait_is_caught(broken: type[Slot]) -> None:
-    assert any(run(broken, 2, seed) for seed in range(6))
+@pytest.mark.parametrize("broken", [NotFreed, FreedEarly, NotReady, NotMade])
+def test_each_missing_wait_is_caught(broken: type[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "Slot", broken)
+    assert any(train(seed).wrong for seed in range(6))
 
 
 def test_a_slot_out_of_turn_is_a_programming_error() -> None:
     host = HostQueue()
-    slot = Slot(Queues(host, host, host), LAYERS, torch.device("cpu"))
+    slot = Slot(Queues(host, host, host), LAYERS, CPU)
     with pytest.raises(AssertionError, match="filled before it is taken"):
         slot.take()
-    slot.begin(SHAPE, torch.float32)
+    slot.begin(torch.Size((2, 5, WIDTH)), torch.float32)
     slot.finish()
     with pytest.raises(AssertionError, match="released before it is filled again"):
-        slot.begin(SHAPE, torch.float32)
+        slot.begin(torch.Size((2, 5, WIDTH)), torch.float32)
 
 
 def test_a_slot_grows_and_keeps_batches_of_other_shapes_apart() -> None:
     host = HostQueue()
-    slot = Slot(Queues(host, host, host), 2, torch.device("cpu"))
+    slot = Slot(Queues(host, host, host), 2, CPU)
     for B, S, H in ((1, 3, 4), (2, 7, 4), (2, 2, 4)):
         slot.begin(torch.Size((B, S, H)), torch.float64)
         layers = [torch.randn(B, S, H, dtype=torch.float64) for _ in range(2)]
