@@ -17,7 +17,7 @@ class RunConfig(dg.Config):
 
     def arguments(self) -> list[str]:
         """As the core commands take it."""
-        return [] if self.run is None else ["--run", self.run]
+        return [] if self.run is None else [self.run]
 
 
 @dg.asset(

@@ -197,10 +197,13 @@ def test_nothing_to_train_on(recipe: Path, source: Store) -> None:
     ("arguments", "sentence"),
     [
         (("evaluate",), "holds no finished run; train a drafter first"),
-        (("evaluate", "--run", "r9"), "holds no finished run 'r9'; train a drafter first"),
-        (("diagnose", "--run", "r9"), "holds no finished run 'r9'; train a drafter first"),
-        (("diagnose", "--run", "r9", "--drafter", "folder"), "give --run r9 or --drafter folder, not both"),
-        (("diagnose", "--drafter", "no-such-folder"), "no-such-folder/config.json cannot be read"),
+        (("evaluate", "r9"), "holds no finished run 'r9'; train a drafter first"),
+        (("export", "r9"), "holds no finished run 'r9'; train a drafter first"),
+        (("serve-check", "r9", "--url", "http://127.0.0.1:9"), "holds no finished run 'r9'; train a drafter first"),
+        (("diagnose",), "holds no finished run; train a drafter first"),
+        (("diagnose", "r9"), "holds no finished run 'r9'; train a drafter first"),
+        (("diagnose", "no-such/folder"), "no-such/folder/config.json cannot be read"),
+        (("diagnose", "docs"), "docs/config.json cannot be read"),
     ],
 )
 def test_a_drafter_that_is_not_there_is_one_sentence(recipe: Path, arguments: tuple[str, ...], sentence: str) -> None:

@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_comp
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 RecipeOption = Annotated[Path, typer.Option("--recipe", envvar="DFLASH_RECIPE", help="the recipe, a TOML file")]
-RunOption = Annotated[str | None, typer.Option("--run", help="a training run; default: the latest")]
+DrafterArgument = Annotated[str | None, typer.Argument(metavar="[DRAFTER]", help="a training run; default: the latest")]
 ResultOption = Annotated[Path | None, typer.Option("--result", help="write the result, or the refusal, here as JSON")]
 at_exit = ExitStack()
 DEFAULT_RECIPE = Path("recipes/demo.toml")

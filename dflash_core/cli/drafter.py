@@ -10,16 +10,15 @@ from rich.table import Table
 
 from dflash_core.cli.app import (
     DEFAULT_RECIPE,
+    DrafterArgument,
     RecipeOption,
     ResultOption,
-    RunOption,
     answering,
     app,
     errors,
     open_recipe,
     progress,
 )
-from dflash_core.errors import UserError
 from dflash_core.records import ServeCheck
 
 LINEAGE_FILES = 20
@@ -46,14 +45,16 @@ def train(
 
 
 @app.command()
-def evaluate(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, result: ResultOption = None) -> None:
+def evaluate(
+    drafter: DrafterArgument = None, recipe: RecipeOption = DEFAULT_RECIPE, result: ResultOption = None
+) -> None:
     """drafter_eval: acceptance length by draft-and-verify decoding on held-out prompts."""
     with answering(result) as answer:
         from dflash_core.evaluation.evaluate import evaluate_drafter
 
         settings = open_recipe(recipe)
         with progress("evaluate", settings.evaluation.prompts) as advance:
-            report = evaluate_drafter(settings, run, advance)
+            report = evaluate_drafter(settings, drafter, advance)
         answer(report)
     from dflash_core.evaluation.markdown import to_terminal
     from dflash_core.storage.store import open_stores
@@ -64,19 +65,23 @@ def evaluate(recipe: RecipeOption = DEFAULT_RECIPE, run: RunOption = None, resul
 
 @app.command()
 def diagnose(
+    drafter: Annotated[
+        str | None,
+        typer.Argument(metavar="[DRAFTER]", help="a training run, or a drafter folder; default: the latest run"),
+    ] = None,
     recipe: RecipeOption = DEFAULT_RECIPE,
-    run: RunOption = None,
-    drafter: Annotated[Path | None, typer.Option(help="a drafter folder, in place of a run")] = None,
     json: Annotated[Path | None, typer.Option(help="write the diagnosis here, too")] = None,
 ) -> None:
-    """Why is acceptance low when served? Tries the known causes one by one on held-out rows."""
+    """Why is acceptance low when served? Tries the known causes one by one on held-out rows.
+
+    A folder that exists, or anything with a slash, is a drafter folder as it is served; any other word is a run.
+    """
     from dflash_core.evaluation.diagnose.diagnose import diagnose as diagnose_drafter
     from dflash_core.evaluation.diagnose.table import to_terminal
 
-    if run is not None and drafter is not None:
-        raise UserError(f"give --run {run} or --drafter {drafter}, not both")
+    folder = Path(drafter) if drafter is not None and ("/" in drafter or Path(drafter).is_dir()) else None
     with progress("diagnose", 5) as advance:
-        found = diagnose_drafter(open_recipe(recipe), run, drafter, advance)
+        found = diagnose_drafter(open_recipe(recipe), drafter if folder is None else None, folder, advance)
     if json is not None:
         json.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf8")
     Console(highlight=False).print(to_terminal(found))
@@ -84,8 +89,8 @@ def diagnose(
 
 @app.command()
 def export(
+    drafter: DrafterArgument = None,
     recipe: RecipeOption = DEFAULT_RECIPE,
-    run: RunOption = None,
     result: ResultOption = None,
     verify: Annotated[bool, typer.Option("--verify", help="only read every exported byte again")] = False,
 ) -> None:
@@ -94,15 +99,15 @@ def export(
         from dflash_core.drafter.export import export_drafter, verify_export
 
         settings = open_recipe(recipe)
-        exported = verify_export(settings, run) if verify else export_drafter(settings, run)
+        exported = verify_export(settings, drafter) if verify else export_drafter(settings, drafter)
         answer(exported)
     print(f"{exported.run}: {'whole: ' if verify else ''}{', '.join(f.key for f in exported.files)}")
 
 
 @app.command("serve-check")
 def serve_check_command(
+    drafter: DrafterArgument = None,
     recipe: RecipeOption = DEFAULT_RECIPE,
-    run: RunOption = None,
     url: Annotated[str | None, typer.Option(help="a running server with the exported drafter")] = None,
     plain_url: Annotated[str | None, typer.Option(help="one without, whose tokens are compared, too")] = None,
     model: Annotated[str | None, typer.Option(help="the served name; default: the only one")] = None,
@@ -117,7 +122,7 @@ def serve_check_command(
         settings = open_recipe(recipe)
         question = Question(url, plain_url, model, vllm_python, prompts)
         with progress("serve-check", 2 * prompts) as advance:
-            check = serve_check(settings, run, question, advance)
+            check = serve_check(settings, drafter, question, advance)
         answer(check)
     _print_check(check)
     raise typer.Exit(0 if check.agrees and not check.differences else 1)
@@ -141,9 +146,7 @@ def _print_check(check: ServeCheck) -> None:
 
 @app.command()
 def lineage(
-    drafter: Annotated[
-        str | None, typer.Argument(metavar="[DRAFTER]", help="a training run; default: the latest")
-    ] = None,
+    drafter: DrafterArgument = None,
     file: Annotated[
         str | None, typer.Option(metavar="KEY", help="its rows in DRAFTER; alone: the drafters it is in")
     ] = None,

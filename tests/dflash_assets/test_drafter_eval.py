@@ -6,9 +6,11 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster_aws.s3 import S3Resource
+from typer.main import get_command
 
 from dflash_assets import drafter_eval as module
 from dflash_assets.resources import RecipeResource
+from dflash_core.cli.app import app
 from dflash_core.recipe import Recipe
 from dflash_core.records import AcceptanceCut, DrafterEval, PreviousDrafter
 from dflash_core.storage.store import Store, open_stores
@@ -118,3 +120,11 @@ def test_differences_in_reduced_precision_are_a_warning(recipe: Recipe) -> None:
     for dtype, severity in (("bfloat16", "WARN"), ("float32", "ERROR")):
         check = module._lossless(make_report(store, dtype=dtype, lossless=False, differing_prompts=1))
         assert (check.passed, check.severity.value) == (False, severity)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export"])
+def test_the_run_of_the_launchpad_is_the_drafter_of_the_command(command: str) -> None:
+    parser = get_command(app).commands[command]  # type: ignore[attr-defined]
+    for run in (None, "demo-0123456789ab"):
+        arguments = ["--recipe", "r.toml", *module.RunConfig(run=run).arguments(), "--result", "answer.json"]
+        assert parser.make_context(command, arguments).params["drafter"] == run
