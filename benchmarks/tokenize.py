@@ -4,7 +4,8 @@
 
 CPU is that of all threads and children (RUSAGE_SELF + RUSAGE_CHILDREN), one core's worth each; loading a tokenizer is
 left out everywhere and told apart. Rivals get a chat template with generation tags, which is the only kind that
-`return_assistant_tokens_mask` works with. Needs `pip install datasets` beside the development requirements.
+`return_assistant_tokens_mask` works with. Needs `pip install datasets` beside the development requirements. A missed
+bar is named, with exit code 1. Few files are read in a fraction of a second: take twenty for a steady number.
 """
 
 # ruff: noqa: E402 - named like a module of the standard library, this file has to hide its folder first
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
 from dflash_core.records import SourceFile
@@ -52,6 +53,9 @@ RIVAL_FILES = 3
 """Files that the slow ones get; their rate does not depend on it."""
 SMALL_OBJECTS = 1805
 LATENCY_S = 0.2
+LEAST = {"ratio_datasets_map": 40.0, "ratio_plain_loop": 25.0, "s3_mtok_per_cpu_s": 10.0, "two_processes_speedup": 1.8}
+MOST_LATENCY_S = 20.0
+"""For reading all the small objects."""
 BUCKET = "benchmark"
 
 
@@ -227,7 +231,7 @@ def latency(tokenizer: Path, stores: Stores, endpoint: str) -> float:
     return time.monotonic() - began
 
 
-def measure(files: Sequence[Path], path: Path, out: Path) -> dict[str, object]:
+def measure(files: Sequence[Path], path: Path, out: Path) -> dict[str, Any]:
     """All numbers."""
     began = cpu()
     tokenizer = FileTokenizer(recipe(path))
@@ -279,6 +283,12 @@ def main() -> None:
     for name, value in numbers.items():
         print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
     arguments.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf8")
+    low = [
+        f"{name} is {numbers[name]:.3f}, at least {bar:g} wanted" for name, bar in LEAST.items() if numbers[name] < bar
+    ]
+    slow = numbers["latency_1805_gets_s"] > MOST_LATENCY_S
+    missed = low + [f"1,805 GETs take more than {MOST_LATENCY_S:g} s"] * slow
+    sys.exit(f"missed: {'; '.join(missed)}" if missed else 0)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class Completion(NamedTuple):
 
     def turn_id(self, turn: int) -> str:
         """Row id of the turn at message index `turn`: the line's id, with `#n` if the line has several answers."""
-        answers = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
-        return self.row_id if len(answers) == 1 else f"{self.row_id}#{answers.index(turn)}"
+        roles = [message.role for message in self.messages]
+        return self.row_id if roles.count("assistant") == 1 else f"{self.row_id}#{roles[:turn].count('assistant')}"
 
 
 class Refused(ValueError):

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 MAX_PERIOD = 64
 MIN_TOKENS = 96
 MIN_REPEATS = 4
-PROBE = 8
 
 
 def repetition_loops(ids: NDArray[np.uint32], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -24,11 +23,10 @@ def repetition_loops(ids: NDArray[np.uint32], starts: NDArray[np.int64], ends: N
     long_enough = np.flatnonzero(ends - starts >= MIN_TOKENS)
     if not long_enough.size:
         return loops
-    tails = ids[ends[long_enough, None] + np.arange(-(MAX_PERIOD + PROBE), 0)]
-    for period in range(1, MAX_PERIOD + 1):
-        probed = (tails[:, -PROBE:] == tails[:, -PROBE - period : -period]).all(axis=1)
-        for row in long_enough[probed]:
-            tail = ids[starts[row] : ends[row]][-max(MIN_TOKENS, MIN_REPEATS * period) :]
-            enough = len(tail) >= MIN_REPEATS * period
-            loops[row] |= enough and bool((tail[period:] == tail[:-period]).all())
+    last = ids[ends[long_enough, None] + np.arange(-MAX_PERIOD - 2, 0)]
+    alike = (last[:, 1:-1] == last[:, -1:]) & (last[:, :-2] == last[:, -2:-1])  # the last two tokens, a period before
+    rows, columns = np.nonzero(alike)
+    for row, period in zip(long_enough[rows].tolist(), (MAX_PERIOD - columns).tolist(), strict=True):
+        tail = ids[starts[row] : ends[row]][-max(MIN_TOKENS, MIN_REPEATS * period) :]
+        loops[row] |= len(tail) >= MIN_REPEATS * period and bool((tail[period:] == tail[:-period]).all())
     return loops

@@ -1,16 +1,16 @@
 """64-bit hashes that find duplicates across files: equal in every process and on every machine.
 
-Truncated sha256, because with the CPU's own instructions it costs 2.3 ns a token and nothing vectorized was faster.
-Among a million rows the chance of any false duplicate is about 3e-8.
+XXH3, whose values its specification fixes: sha256 took 4 % of tokenization, this a tenth of that. Among a million rows
+the chance of any false duplicate is about 3e-8.
 """
 
 import base64
-import hashlib
 from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 U64 = NDArray[np.uint64]
 
@@ -27,7 +27,7 @@ def hash_rows(ids: NDArray[np.uint32], offsets: NDArray[np.int64]) -> U64:
         ids: all rows' ids, one after the other.
         offsets: n + 1 row boundaries in `ids`.
     """
-    flat, bounds = memoryview(ids.astype("<u4", copy=False).tobytes()), (offsets * 4).tolist()
+    flat, bounds = np.ascontiguousarray(ids, "<u4").data.cast("B"), (offsets * 4).tolist()
     return _hash(flat[a:b] for a, b in pairwise(bounds))
 
 
@@ -42,5 +42,4 @@ def unpack(text: str) -> U64:
 
 
 def _hash(parts: "Iterable[bytes | memoryview]") -> U64:
-    sha256 = hashlib.sha256
-    return np.frombuffer(b"".join([sha256(part).digest()[:8] for part in parts]), "<u8").astype(np.uint64, copy=False)
+    return np.fromiter((xxh3_64_intdigest(part) for part in parts), np.uint64)

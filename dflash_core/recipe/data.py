@@ -77,7 +77,8 @@ class Tokenization(Section):
     min_supervised_tokens: Positive | None = None
     """Rows with fewer are dropped (and counted, by the gate too); None: twice the block size."""
     backend: Literal["auto", "fastokens", "huggingface"] = "auto"
-    audit_share: Share = 0.001
+    audit_share: Share = 0.0005
+    """Of the rows that the fast backend encoded: the reference encodes them again, and has to agree."""
     workers: int = Field(0, ge=0)
     """Worker processes; 0: one per core."""
 

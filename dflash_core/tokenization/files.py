@@ -143,7 +143,7 @@ class FileTokenizer:
         """
         below = int(self.recipe.tokenization.audit_share * (1 << 32))
         for item, result in zip(items, results, strict=True):
-            name = item[0].turn_id(item[1])
+            name = item[0].turn_id(item[1]) if isinstance(result, Refused) else result.row_id
             if zlib.crc32(name.encode("utf8", "replace")) < below or not self._audited:
                 self._audited = True
                 if not _equal(result, self._refer(item)):
