@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import dagster as dg
 
 from dflash_assets.failures import failure, observations
-from dflash_assets.metadata import GROUP, file_uri, picture
+from dflash_assets.metadata import GROUP, file_uri, picture, version_tags
 from dflash_assets.partitions import FILES_PER_RUN, completion_files, sources_of
 from dflash_assets.resources import RecipeResource
 from dflash_core import TOKENIZATION_VERSION
@@ -162,13 +162,17 @@ def _materializations(
             },
         ),
     }
+    used = {key: version for key, (version, _) in versions.items()}
+    used[dg.AssetKey("generated_completions")] = manifest.source_sha256
     for key, (version, metadata) in versions.items():
         if key in context.selected_asset_keys:
+            made_from = {dep: used[dep] for dep in context.assets_def.asset_deps[key]}
+            last_event = context.instance.event_log_storage.get_maximum_record_id()
             yield dg.AssetMaterialization(
                 asset_key=key,
                 partition=done.source.partition,
                 metadata={**metadata, "skipped, still valid": done.skipped, "seconds": round(done.seconds, 3)},
-                tags={"dagster/data_version": version, "dagster/code_version": TOKENIZATION_VERSION},
+                tags=version_tags(version, TOKENIZATION_VERSION, made_from, last_event),
             )
 
 

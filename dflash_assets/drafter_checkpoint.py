@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import dagster as dg
 
 from dflash_assets.live import observed
-from dflash_assets.metadata import GROUP, file_uri, picture, table
+from dflash_assets.metadata import GROUP, file_uri, picture, table, version_tags
 from dflash_assets.partitions import NAME as PARTITIONS_NAME
-from dflash_assets.partitions import completion_files
+from dflash_assets.partitions import completion_files, remember
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
@@ -40,6 +40,7 @@ drafter_coverage = dg.AssetSpec(
     group_name=GROUP,
     kinds={"pytorch"},
     owners=["team:training"],
+    code_version=TRAINING_VERSION,
 )
 
 
@@ -76,30 +77,31 @@ def drafter_checkpoint(
         checkpoint = run_core(arguments, DrafterCheckpoint, session.get_bootstrap_env_vars())
     derived = open_stores(settings).derived
     known = set(context.instance.get_dynamic_partitions(PARTITIONS_NAME))
+    remember(context.instance, PARTITIONS_NAME, [f.partition for f in checkpoint.coverage if f.partition not in known])
+    version = checkpoint.weights.sha256
     for file in checkpoint.coverage:
-        if file.partition in known:
-            yield dg.AssetMaterialization(
-                asset_key=drafter_coverage.key,
-                partition=file.partition,
-                metadata={
-                    "rows": file.rows,
-                    "tokens": file.tokens,
-                    "blocks": file.blocks,
-                    "mean loss": round(file.mean_loss, 4),
-                    "joint accepted prefix": round(file.joint_accepted_prefix, 3),
-                    "training set": checkpoint.training_set,
-                    "checkpoint": checkpoint.run,
-                },
-                tags={"dagster/data_version": checkpoint.weights.sha256},
-            )
+        yield dg.AssetMaterialization(
+            asset_key=drafter_coverage.key,
+            partition=file.partition,
+            metadata={
+                "rows": file.rows,
+                "tokens": file.tokens,
+                "blocks": file.blocks,
+                "mean loss": round(file.mean_loss, 4),
+                "joint accepted prefix": round(file.joint_accepted_prefix, 3),
+                "training set": checkpoint.training_set,
+                "checkpoint": checkpoint.run,
+            },
+            tags=version_tags(version, checkpoint.code_version, {drafter_checkpoint.key: version}),
+        )
     yield dg.MaterializeResult(
-        data_version=dg.DataVersion(checkpoint.weights.sha256),
+        data_version=dg.DataVersion(version),
         metadata={
             **file_uri(derived.uri(checkpoint.weights.key)),
             "run": checkpoint.run,
             "recipe": checkpoint.recipe,
             "code version": checkpoint.code_version,
-            "sha256": checkpoint.weights.sha256,
+            "sha256": version,
             "training set": checkpoint.training_set,
             "gate": checkpoint.gate,
             "target fingerprint": checkpoint.target_fingerprint,

@@ -23,6 +23,25 @@ def file_uri(uri: str) -> dict[str, str]:
     return {"dagster/uri": uri}
 
 
+def version_tags(
+    version: str, code_version: str, made_from: Mapping[dg.AssetKey, str], last_event: int | None = None
+) -> dict[str, str]:
+    """What lets Dagster tell whether an asset is stale; the events of a generator carry none of it by themselves.
+
+    Args:
+        version: of the data.
+        code_version: of the code that made it.
+        made_from: upstream asset -> the version of its data that was used.
+        last_event: storage id of the newest event; an upstream partition that gets another version after it makes this
+            one stale. None: the upstream has no partitions, its version is enough.
+    """
+    tags = {"dagster/data_version": version, "dagster/code_version": code_version}
+    for key, used in made_from.items():
+        tags[f"dagster/input_data_version/{key.to_user_string()}"] = used
+        tags[f"dagster/input_event_pointer/{key.to_user_string()}"] = "NULL" if last_event is None else str(last_event)
+    return tags
+
+
 def bullets(lines: Sequence[str]) -> dg.MarkdownMetadataValue:
     """The first lines as a list, and how many more there are."""
     more = [f"- and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []

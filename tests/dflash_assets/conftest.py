@@ -6,9 +6,12 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster._core.definitions.data_version import CachingStaleStatusResolver
+from dagster._core.loader import LoadingContextForTest
 from dagster_aws.s3 import S3Resource
 
 from dflash_assets.completion_files import completion_file_assets
+from dflash_assets.definitions import defs
 from dflash_assets.partitions import sync_partitions
 from dflash_assets.resources import RecipeResource
 from dflash_core.recipe import Recipe, load_recipe
@@ -94,12 +97,13 @@ def instance() -> Iterator[dg.DagsterInstance]:
 @pytest.fixture
 def materialize(
     instance: dg.DagsterInstance, recipe: Recipe, recipe_file: Path
-) -> Callable[[Sequence[str]], dg.ExecuteInProcessResult]:
-    """Materialize the three file assets over a range of partitions, as the backfill daemon launches it."""
+) -> Callable[..., dg.ExecuteInProcessResult]:
+    """Materialize file assets, all three if none is named, over a range of partitions, as the daemon launches it."""
 
-    def run(partitions: Sequence[str]) -> dg.ExecuteInProcessResult:
+    def run(partitions: Sequence[str], assets: Sequence[str] | None = None) -> dg.ExecuteInProcessResult:
         return dg.materialize(
             [completion_file_assets],
+            selection=assets,
             instance=instance,
             resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
             tags={
@@ -116,3 +120,15 @@ def materialize(
 def sync(instance: dg.DagsterInstance, recipe: Recipe) -> Callable[[], tuple[SourceFile, ...]]:
     """Make what lies in the bucket partitions."""
     return lambda: sync_partitions(instance, recipe).sources
+
+
+@pytest.fixture
+def stale(instance: dg.DagsterInstance) -> Callable[[str, str | None], list[str]]:
+    """Why the UI calls an asset's partition unsynced; nothing: it is as new as what it was made from."""
+
+    def causes(asset: str, partition: str | None = None) -> list[str]:
+        loading = LoadingContextForTest(instance)
+        resolver = CachingStaleStatusResolver(instance, defs.resolve_asset_graph(), loading)
+        return [cause.reason for cause in resolver.get_stale_causes(dg.AssetKey(asset), partition)]
+
+    return causes

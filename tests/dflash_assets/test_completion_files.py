@@ -1,6 +1,6 @@
 """One bad file fails alone; good partitions are kept, and only the bad ones need another run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import dagster as dg
@@ -11,7 +11,7 @@ from dflash_core.records import SourceFile
 from dflash_core.storage.store import Store
 
 ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
-Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
+Materialize = Callable[..., dg.ExecuteInProcessResult]
 Sync = Callable[[], tuple[SourceFile, ...]]
 Rows = Callable[[int, str], bytes]
 
@@ -113,6 +113,33 @@ def test_data_versions_are_per_partition(
             assert event.asset_materialization.tags is not None
             versions.add(event.asset_materialization.tags["dagster/data_version"])
         assert len(versions) == 2
+
+
+def test_what_is_green_is_not_stale_until_its_upstream_changes(
+    instance: dg.DagsterInstance,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+    stale: Callable[[str, str | None], list[str]],
+) -> None:
+    def all_stale() -> dict[str, list[str]]:
+        return {f"{asset} {name}": found for asset in ASSETS for name in ("a", "b") if (found := stale(asset, name))}
+
+    for name in ("a", "b"):
+        source.put(f"{name}.jsonl", rows(4, name))
+    sync()
+    for _ in range(2):
+        assert materialize(["a", "b"]).success
+        assert all_stale() == {}
+
+    source.put("a.jsonl", rows(5, "a"))
+    assert materialize(["a"], ["raw_completions"]).success
+    assert all_stale() == {"tokenized_shards a": ["has a new dependency data version"]}
+    assert materialize(["a"], ["tokenized_shards"]).success
+    assert all_stale() == {"loss_mask_stats a": ["has a new dependency data version"]}
+    assert materialize(["a"]).success
+    assert all_stale() == {}
 
 
 def test_a_vanished_file_fails_its_partition(
