@@ -88,7 +88,9 @@ def step_group(placement: Placement) -> distributed.ProcessGroup | None:
     """All ranks again, but impatient: in a step nobody is late, so who does not come is dead. None: one rank."""
     if not distributed.is_initialized():
         return None
-    group: distributed.ProcessGroup = distributed.new_group(timeout=timedelta(seconds=placement.timeout_s))
+    # NCCL aborts the process without naming a rank: that is left for what the host itself has not noticed (`arrival`).
+    patience_s = placement.timeout_s * (2 if distributed.get_backend() == "nccl" else 1)
+    group: distributed.ProcessGroup = distributed.new_group(timeout=timedelta(seconds=patience_s))
     return group
 
 

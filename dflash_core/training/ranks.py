@@ -29,12 +29,15 @@ from dflash_core.training.placement import join
 from dflash_core.training.probing import MakeProbe
 from dflash_core.training.profiling import profiled
 from dflash_core.training.progress import report_steps
+from dflash_core.training.pulse import BEAT_S, Pulses, beating
 from dflash_core.training.run import train_drafter
 from dflash_core.training.trainer import StopRequest
 
 GRACE_S = 5.0
 """Between the first failure of a rank and the killing of those that have not ended; torchrun itself would take 30 s."""
 POLL_S = 0.5
+MISSED_S = 3 * BEAT_S
+"""A rank not heard of for so long when the others had to be ended is the one that they waited for."""
 INTERRUPTED = 130
 LONGEST_REASON = 300
 
@@ -70,6 +73,10 @@ class Session:
         """The checkpoint's record, or {"error", "stopped"}."""
         return self.folder / "answer.json"
 
+    def pulse(self, rank: int) -> Path:
+        """Touched by a rank as long as its process runs."""
+        return self.folder / f"pulse-{rank}"
+
     def fail(self, rank: int, error: Exception) -> None:
         """Note that a rank ends early, so that the starter waits for the others no longer than it must."""
         write_whole(self.folder / f"failed-{rank}", " ".join(str(error).split())[:LONGEST_REASON])
@@ -103,17 +110,20 @@ def train_in_ranks(recipe: Recipe, job: Job) -> DrafterCheckpoint:
         command += ["--pipes"] if job.pipes else []
         command += ["--profile"] if job.profile else []
         threads = {"OMP_NUM_THREADS": str(recipe.training.placement.threads or 1)}
+        pulses = Pulses([session.pulse(rank) for rank in range(ranks)])
+        patience = recipe.training.placement.timeout_s / POLL_S
         process = subprocess.Popen(command, env={**os.environ, **threads}, start_new_session=True)
         try:
             with stop_on_signals(StopRequest(session.stop)):
-                while process.poll() is None and session.failed_for_s() < GRACE_S:
+                while process.poll() is None and session.failed_for_s() < GRACE_S and not pulses.silent(patience):
                     time.sleep(POLL_S)
+                    pulses.look()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks go with it, stopped ones too
                 process.wait()
         if not session.answer.exists():
-            raise RanksDied(_who_died(session.failures(), ranks))
+            raise RanksDied(_who_died(session.failures(), pulses.silent(MISSED_S / POLL_S), ranks))
         table = json.loads(session.answer.read_text(encoding="utf8"))
         if "error" in table:
             raise (TrainingStopped if table["stopped"] else UserError)(table["error"])
@@ -125,8 +135,13 @@ def run_rank(job: Job, session: Session, make_probe: MakeProbe | None) -> int:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the starter decides, through the file
-    recipe = load_recipe(job.recipe)
     rank = distributed.get_node_local_rank()
+    with beating(session.pulse(rank)):
+        return _train(rank, job, session, make_probe)
+
+
+def _train(rank: int, job: Job, session: Session, make_probe: MakeProbe | None) -> int:
+    recipe = load_recipe(job.recipe)
     try:
         join(recipe.training.placement)
         with watching(recipe, job, rank == 0) as report:
@@ -191,8 +206,9 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def _who_died(failures: dict[int, str], ranks: int) -> str:
-    silent = ", ".join(str(rank) for rank in range(ranks) if rank not in failures)
+def _who_died(failures: dict[int, str], without_pulse: list[int], ranks: int) -> str:
+    suspects = without_pulse or [rank for rank in range(ranks) if rank not in failures]
+    silent = ", ".join(map(str, suspects))
     why = f"rank {silent} died or hung" if silent else "every rank failed"
     noticed = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
     return (

@@ -66,7 +66,8 @@ def make_learner(recipe: Recipe, config: DrafterConfig, device: torch.device, fi
         drafter.load_state_dict(read_state(warm_start, config))
     how = rules(recipe.training, recipe.gamma, device)
     head = load_head(recipe.target.path, how.autocast or torch.float32, device)
-    return Learner(drafter.to(device), head, how, files, step_group(recipe.training.placement))
+    placement = recipe.training.placement
+    return Learner(drafter.to(device), head, how, files, step_group(placement), placement.timeout_s)
 
 
 class Targets(NamedTuple):

@@ -20,6 +20,7 @@ from dflash_core.drafter.model import Drafter, embed_blocks
 from dflash_core.drafter.objective import LossSums, SlotWeights, block_loss
 from dflash_core.drafter.target_files import Head
 from dflash_core.recipe import Training
+from dflash_core.training.arrival import Arrival
 from dflash_core.training.feed import Work
 from dflash_core.training.reduce import OverlappedSum
 
@@ -59,15 +60,16 @@ COUNTED = Sums._fields.index("grad_norm")
 class Outcome:
     """A step's sums, still on their way to the host."""
 
-    def __init__(self, packed: torch.Tensor) -> None:
-        self._host = packed.to("cpu", non_blocking=True)
-        self._done = torch.cuda.current_stream(packed.device).record_event() if packed.is_cuda else None
+    def __init__(self, packed: Arrival) -> None:
+        self._packed = packed
 
     def read(self) -> Sums:
-        """Wait for the step to be done."""
-        if self._done is not None:
-            self._done.synchronize()
-        values = self._host.tolist()
+        """Wait for the step to be done.
+
+        Raises:
+            StepOverdue: another rank, or the device, hangs.
+        """
+        values = self._packed.wait().tolist()
         scalars, slots = values[: len(Sums._fields) - 2], values[len(Sums._fields) - 2 :]
         half = len(slots) // 2
         return Sums._make((*scalars, tuple(slots[:half]), tuple(slots[half:])))
@@ -100,15 +102,22 @@ class Learner:
     """Drafter, optimizer and running sums of one rank."""
 
     def __init__(
-        self, drafter: Drafter, head: Head, rules: Rules, files: int, group: distributed.ProcessGroup | None = None
+        self,
+        drafter: Drafter,
+        head: Head,
+        rules: Rules,
+        files: int,
+        group: distributed.ProcessGroup | None = None,
+        patience_s: float | None = None,
     ) -> None:
-        """`group`: the ranks to reduce over; None: all there are."""
+        """`group`: the ranks to reduce over; None: all there are. `patience_s`: how long to wait for others on CUDA."""
         self.group = group
         self.drafter = drafter.train()
         self.head = head
         self.rules = rules
         self.device = drafter.fc.weight.device
         self.ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        self._patience_s = patience_s if self.ranks > 1 else None
         parameters = list(drafter.parameters())
         self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=self.device)
         parts = torch.split(self._flat, [p.numel() for p in parameters])
@@ -178,7 +187,7 @@ class Learner:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.coverage += torch.where(finite, self._step_coverage, 0.0)
-        outcome = Outcome(torch.cat((packed[:COUNTED], norm[None], finite[None], packed[COUNTED:])))
+        outcome = self._outcome(packed, torch.stack((norm, finite.to(norm.dtype))))
         for running in (self._flat, self._counted, self._slots, self._step_coverage):
             running.zero_()
         return outcome
@@ -188,7 +197,7 @@ class Learner:
         coverage = self.coverage.clone()
         if self.ranks > 1:
             distributed.all_reduce(coverage, group=self.group)
-        return coverage.cpu()
+        return Arrival(coverage, self._patience_s).wait()
 
     @torch.no_grad()
     def evaluate(self, work: Work, features: torch.Tensor) -> None:
@@ -203,8 +212,11 @@ class Learner:
             distributed.all_reduce(packed, group=self.group)
         for running in (self._counted, self._slots, self._step_coverage):
             running.zero_()
-        blank = torch.zeros(2, dtype=packed.dtype, device=packed.device)
-        return Outcome(torch.cat((packed[:COUNTED], blank, packed[COUNTED:]))).read()
+        return self._outcome(packed, torch.zeros_like(packed[:2])).read()
+
+    def _outcome(self, packed: torch.Tensor, of_update: torch.Tensor) -> Outcome:
+        parts = (packed[:COUNTED], of_update, packed[COUNTED:])
+        return Outcome(Arrival(torch.cat(parts), self._patience_s))
 
     def _loss(self, work: Work, features: torch.Tensor, usable: torch.Tensor) -> LossSums:
         K, dtype = self.drafter.config.block_size, self._flat.dtype

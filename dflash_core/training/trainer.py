@@ -1,7 +1,8 @@
 """The training loop: micro-batches in, metrics and checkpoints out. Read `Trainer.run`; the rest is one hop away.
 
-The trade-off: the outcome of a step is read one step later, so that the host never waits for the device it has just
-given work to; before a checkpoint, a validation or the end everything is read.
+The trade-off: the outcome of a step is read when a micro-batch of the next one is on its way, so that the host neither
+waits for a device it leaves without work nor gives work without end to one that waits for a rank that is dead; before a
+checkpoint, a validation or the end everything is read.
 """
 
 import math
@@ -142,6 +143,7 @@ class Trainer:
                 if features is not None:
                     self.learner.accumulate(work, features)
                 if not work.batch.last:
+                    self._read(0, works.waited_s)
                     continue
                 rate = learning_rate(work.batch.step, self.steps, self.training)
                 outcome = self.learner.update(rate, stop.asked)

@@ -1,5 +1,6 @@
 """Who runs what: pairs, several targets for one drafter, one device; and the same update from each of them."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from dflash_core.errors import RecipeError
 from dflash_core.recipe import Placement, Recipe
 from dflash_core.storage.store import Store
 from dflash_core.training.feed import FeatureFeed, prepare
-from dflash_core.training.placement import join, place
+from dflash_core.training.placement import join, place, step_group
 from dflash_core.training.run import train_drafter
 from dflash_core.training.target import load_target
 from tests.training.conftest import put_training_set, random_rows, row_store
@@ -90,6 +91,39 @@ def test_each_rank_joins_on_the_gpu_of_its_drafter(monkeypatch: pytest.MonkeyPat
     assert join(placement) == (rank, 2)
     assert current == [place(placement, rank, 2).drafter]
     assert joined == [("nccl", current[0])]
+
+
+def test_a_step_ends_for_those_who_wait_in_it(tmp_path: Path) -> None:
+    placement = Placement(targets=("cpu",) * 2, drafters=("cpu",) * 2, timeout_s=2)
+    told = tmp_path / "told"
+
+    def work(rank: int) -> str:
+        group = step_group(placement)
+        if rank == 0:
+            with pytest.raises(RuntimeError) as ended:
+                distributed.all_reduce(torch.ones(1), group=group)
+            told.touch()
+            return str(ended.value)
+        deadline = time.monotonic() + 60
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return "hung"
+
+    assert run_ranks(2, work, tmp_path)[1] == "hung"
+    assert told.exists()
+
+
+@pytest.mark.parametrize(("backend", "longer"), [("gloo", False), ("nccl", True)])
+def test_nccl_that_ends_a_process_without_a_word_is_given_longer_than_we_wait(
+    backend: str, longer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[timedelta] = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(distributed, "new_group", lambda *, timeout: given.append(timeout))
+    step_group(Placement(timeout_s=20))
+    assert (given[0] > timedelta(seconds=30)) == longer
+    assert given[0] >= timedelta(seconds=20)
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (3, 1), (2, 2), (4, 2)])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.objective import SlotWeights
 from dflash_core.drafter.target_files import Head, load_head
+from dflash_core.training import step
+from dflash_core.training.arrival import Arrival
 from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
 from dflash_core.training.step import Learner, Rules, Sums
 from dflash_core.training.target import Target, load_target
@@ -53,11 +56,13 @@ def world(target_folder: Path) -> tuple[Target, Head]:
     return target, load_head(target_folder, torch.float64, CPU)
 
 
-def make_learner(head: Head, rules: Rules = RULES, dtype: torch.dtype = torch.float64) -> Learner:
+def make_learner(
+    head: Head, rules: Rules = RULES, dtype: torch.dtype = torch.float64, patience_s: float | None = None
+) -> Learner:
     drafter = Drafter(CONFIG)
     drafter.initialize(0)
     head = Head(head.embedding.to(dtype), head.lm_head.to(dtype))
-    return Learner(drafter.to(dtype), head, rules, files=2)
+    return Learner(drafter.to(dtype), head, rules, files=2, patience_s=patience_s)
 
 
 def steps(
@@ -253,6 +258,31 @@ def test_a_row_with_bad_features_counts_as_if_it_were_not_there(rows: RowStore, 
     assert (got.slot_hits, got.slot_counts) == (expected.slot_hits, expected.slot_counts)
     torch.testing.assert_close(weights(learner), weights(without), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(learner.coverage, without.coverage)
+
+
+@pytest.mark.parametrize(("ranks", "patience_s"), [(1, None), (2, 7.0)])
+def test_whatever_waits_for_other_ranks_has_an_end(
+    rows: RowStore,
+    world: tuple[Target, Head],
+    ranks: int,
+    patience_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[float | None] = []
+
+    def arrival(tensor: torch.Tensor, patience_s: float | None) -> Arrival:
+        seen.append(patience_s)
+        return Arrival(tensor, patience_s)
+
+    monkeypatch.setattr(step, "Arrival", arrival)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    learner = make_learner(world[1], patience_s=7.0)
+    list(steps(learner, world[0], Loader(rows, np.arange(len(rows)), 0, Shape(8)), 2))
+    learner.evaluated()
+    learner.reduced_coverage()
+    assert seen == [patience_s] * 4
 
 
 def test_a_step_without_a_supervised_slot_changes_nothing(rows: RowStore, world: tuple[Target, Head]) -> None:

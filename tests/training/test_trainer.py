@@ -20,7 +20,7 @@ from dflash_core.training.identity import run_name
 from dflash_core.training.metrics import StepMetrics
 from dflash_core.training.run import train_drafter
 from dflash_core.training.setup import make_learner
-from dflash_core.training.step import Learner
+from dflash_core.training.step import Learner, Outcome
 from dflash_core.training.target import Target
 from tests.training.conftest import put_training_set, random_rows
 
@@ -109,6 +109,35 @@ def test_steps_that_are_not_finite_end_the_run_when_they_come_in_a_row(
     monkeypatch.setattr(Learner, "update", spoiled({4, 5, 6}))
     with pytest.raises(UserError, match="the last 3 steps up to step 6 had no finite loss"):
         trained(make_recipe(max_steps=10, skips_before_stop=3), frozen)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_device_never_has_more_than_a_micro_batch_beyond_an_outcome_that_was_not_read(
+    make_recipe: Callable[..., Recipe],
+    frozen: TrainingSet,
+    accumulation: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None would leave it without work; more would fill its queue, and a full one holds the host for ever."""
+    accumulate, update, read = Learner.accumulate, Learner.update, Outcome.read
+    told: list[str] = []
+
+    def tell(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def told_of(*arguments: Any) -> Any:
+            told.append(name)
+            return call(*arguments)
+
+        return told_of
+
+    monkeypatch.setattr(Learner, "accumulate", tell("micro-batch", accumulate))
+    monkeypatch.setattr(Learner, "update", tell("update", update))
+    monkeypatch.setattr(Outcome, "read", tell("read", read))
+    every = {"validate_every_steps": 9, "checkpoint_every_steps": 9}
+    trained(make_recipe(max_steps=4, batch_rows=2, accumulation=accumulation, **every), frozen)
+    reads = [i for i, name in enumerate(told) if name == "read"]
+    for number, at in enumerate(reads[:3]):
+        made = [i for i, name in enumerate(told) if name == "update"][number]
+        assert told[made:at].count("micro-batch") == 1, told
 
 
 def test_validation_comes_when_asked_and_at_the_end(make_recipe: Callable[..., Recipe], frozen: TrainingSet) -> None:
