@@ -24,6 +24,7 @@ from dflash_core.training.target import Target
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bf16 FLOP/s from the makers' data sheets, by a part of the device's name."""
 RATE = 3e-4
+DECAY, DPACE = SlotWeights("decay", 7.0), SlotWeights("dpace", 7.0)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
 
 
-def make_world(sizes: Sizes, target_device: torch.device, drafter_device: torch.device) -> World:
+def make_world(
+    sizes: Sizes, target_device: torch.device, drafter_device: torch.device, loss: SlotWeights = DECAY
+) -> World:
     """Random weights: bf16 target and ends on CUDA, fp32 on a CPU; fp32 drafter with gradient checkpointing."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if target_device.type == "cuda" else torch.float32
@@ -109,7 +112,7 @@ def make_world(sizes: Sizes, target_device: torch.device, drafter_device: torch.
         ends = torch.randn(sizes.vocabulary, sizes.hidden, dtype=dtype) * 0.02
     drafter.initialize(0)
     autocast = torch.bfloat16 if drafter_device.type == "cuda" else None
-    rules = Rules(SlotWeights("decay", 7.0), clip=1.0, betas=(0.9, 0.95), weight_decay=0.0, autocast=autocast)
+    rules = Rules(loss, clip=1.0, betas=(0.9, 0.95), weight_decay=0.0, autocast=autocast)
     learner = Learner(drafter, Head(ends, ends), rules, files=1)
     slots = 1 if target_device == drafter_device else 2
     return World(sizes, target, learner, FeatureFeed([target], drafter_device, slots))

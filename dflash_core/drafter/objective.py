@@ -199,6 +199,6 @@ def _slot_weights(ce: Tensor, row: Tensor, block_size: int, weights: SlotWeights
     table = ce.new_ones(len(row), block_size)
     table[number, slot] = q
     supervised = torch.zeros_like(table)
-    supervised[number, slot] = 1
+    supervised[number, slot] = supervised.new_ones(())  # a plain 1 would be copied to the device, and waited for
     reached = table.cumprod(1) * supervised
     return reached.flip(1).cumsum(1).flip(1)[number, slot]

@@ -31,6 +31,7 @@ def test_every_check_runs_on_a_cpu_and_claims_nothing_it_cannot_see(tmp_path: Pa
     assert checks["flex_equals_sdpa"]["value"] < 1e-5
     assert checks["flex_equals_sdpa"]["gradient_compared"] is False
     assert checks["no_sync"]["passed"] is None
+    assert set(checks["no_sync"]["step_s"]) == {"decay", "dpace"}
     assert checks["objective_memory"]["losses"][0] == pytest.approx(checks["objective_memory"]["losses"][1], rel=1e-5)
     shape = checks["published_shape"]
     assert shape["losses"][-1] < shape["losses"][0]

@@ -12,6 +12,7 @@ import torch
 
 from dflash_core.batches.cache import RowStore
 from dflash_core.batches.loader import Batch, Loader, Shape
+from dflash_core.drafter import visibility
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.objective import SlotWeights
@@ -23,6 +24,7 @@ from dflash_core.training.step import Learner, Rules, Sums
 from dflash_core.training.target import Target, load_target
 from tests.training.conftest import MASK, VOCABULARY, random_rows, row_store
 from tests.training.ranks import run_ranks
+from tests.waits import Waits
 
 CPU = torch.device("cpu")
 CONFIG = DrafterConfig(
@@ -283,6 +285,31 @@ def test_whatever_waits_for_other_ranks_has_an_end(
     learner.evaluated()
     learner.reduced_coverage()
     assert seen == [patience_s] * 4
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+def test_a_step_never_waits_for_the_device(
+    rows: RowStore, world: tuple[Target, Head], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(world[1], replace(RULES, weights=SlotWeights(kind, 4.0)))
+    work = prepare(full_batch(rows), PREPARATION)
+    features = world[0].features(work.batch.ids)
+    calls = visibility._calls
+    with Waits() as waits:
+
+        def on_a_cpu_alone(*arguments: Any) -> Any:
+            """SDPA's slices, which it makes from the anchors' values; CUDA has flex attention instead."""
+            waits.paused = True
+            made = calls(*arguments)
+            waits.paused = False
+            return made
+
+        monkeypatch.setattr(visibility, "_calls", on_a_cpu_alone)
+        learner.accumulate(work, features)
+        learner.update(1e-2, stop=False)
+        assert waits.seen == []
+        learner.reduced_coverage().tolist()
+        assert len(waits.seen) == 1
 
 
 def test_a_step_without_a_supervised_slot_changes_nothing(rows: RowStore, world: tuple[Target, Head]) -> None:

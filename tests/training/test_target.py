@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,6 +26,7 @@ from transformers import (
 from dflash_core.drafter.target_files import load_head, target_fingerprint
 from dflash_core.errors import IncompatibleError, RecipeError
 from dflash_core.training.target import load_target
+from tests.waits import Waits
 
 CPU = torch.device("cpu")
 COMMON: dict[str, Any] = {
@@ -94,19 +94,6 @@ def test_features_equal_the_whole_models_hidden_states(family: tuple[PreTrainedM
     assert not torch.allclose(features[..., :32], whole_features(model, ids, (1,)))  # one layer off is not the same
     assert len(target.backbone.get_submodule("layers")) == LAYERS[-1] + 1  # type: ignore[arg-type]
     assert not any(p.requires_grad for p in target.backbone.parameters())
-
-
-class Waits(TorchDispatchMode):
-    """Names what reads a value back from the device, which a GPU would have to be waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_pass_never_waits_for_the_device(family: tuple[PreTrainedModel, Path]) -> None:
