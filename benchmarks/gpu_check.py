@@ -94,7 +94,7 @@ def flex_equals_sdpa(device: torch.device, tiny: bool) -> Checked:
 
 
 def no_sync(device: torch.device, tiny: bool) -> Checked:
-    """Steady steps with every host sync made an error, with each loss; the outcome that is read one step late waits for an event."""
+    """Steady steps of each loss, every host sync an error; the outcome read one step late waits for an event."""
     sizes = TINY if tiny else Sizes(32_768, 1024, 3072, 16, 8, 64, 4, 3, 3, 512, 1024, 128, 16)
     step_s = {}
     for loss in (DECAY, DPACE):
