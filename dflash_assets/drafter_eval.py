@@ -6,6 +6,7 @@ from dflash_assets.drafter_checkpoint import GPU_TAGS, drafter_checkpoint
 from dflash_assets.metadata import GROUP, file_uri, picture, table
 from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
+from dflash_core.evaluation.acceptance import interval_text
 from dflash_core.records import AcceptanceCut, DrafterEval
 from dflash_core.storage.store import open_stores
 
@@ -59,8 +60,9 @@ def drafter_eval(context: dg.AssetExecutionContext, recipe: RecipeResource, conf
             "picture": picture(derived.read(report.picture)),
             "report": derived.uri(report.markdown.key),
             "acceptance length": round(report.acceptance_length, 3),
-            "acceptance length, 95 %": _interval(report.acceptance_interval),
+            "acceptance length, 95 %": interval_text(report.acceptance_interval),
             "acceptance length, mean of responses": round(report.acceptance_length_response_mean, 3),
+            "responses without a verification": report.responses_without_steps,
             "acceptance length, n-gram": round(report.acceptance_length_ngram, 3),
             "acceptance length, no features": round(report.acceptance_length_no_features, 3),
             "conditional acceptance by slot": dg.MetadataValue.json(
@@ -120,15 +122,11 @@ def _not_worse(report: DrafterEval) -> dg.AssetCheckResult:
     )
 
 
-def _interval(interval: tuple[float, float]) -> str:
-    return f"{interval[0]:.2f} to {interval[1]:.2f}"
-
-
 def _cut_row(cut: AcceptanceCut) -> dict[str, str | int | float]:
     return {
         "cut": cut.cut,
         "name": cut.name,
         "prompts": cut.prompts,
         "acceptance length": round(cut.acceptance_length, 3),
-        "95 %": _interval(cut.interval),
+        "95 %": interval_text(cut.interval),
     }

@@ -21,7 +21,7 @@ from dflash_core.evaluation.markdown import report_markdown
 from dflash_core.evaluation.measure import Meter, Progress
 from dflash_core.evaluation.ngram import NgramModel
 from dflash_core.evaluation.picture import acceptance_picture
-from dflash_core.evaluation.previous import LATEST, find_previous, report_key
+from dflash_core.evaluation.previous import find_previous, latest_key, report_key
 from dflash_core.evaluation.prompts import held_out_prompts, thinking_switch
 from dflash_core.evaluation.report import NOTHING_STORED, Origin, assemble
 from dflash_core.evaluation.subject import Subject, load_subject
@@ -31,7 +31,7 @@ from dflash_core.storage.store import Store, open_stores
 
 NGRAM_TOKENS = 2_000_000
 """Training tokens that the n-gram drafter is counted on, whole rows in hash order."""
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same settings would give other numbers."""
 
 
@@ -91,7 +91,7 @@ def training_rows(subject: Subject) -> Iterator[NDArray[np.int32]]:
 
 
 def _store(store: Store, report: DrafterEval) -> DrafterEval:
-    """Picture and Markdown first, then the report that names them, then the pointer to it."""
+    """Picture and Markdown first, then the report that names them, then its target's pointer to it."""
     assert report.picture == NOTHING_STORED
     below = f"drafter_eval/{report.run}/"
     picture = acceptance_picture(report)
@@ -103,7 +103,7 @@ def _store(store: Store, report: DrafterEval) -> DrafterEval:
         }
     )
     store.put_record(report_key(report.run), report)
-    store.put_record(LATEST, RunPointer(run=report.run))
+    store.put_record(latest_key(report.target_fingerprint), RunPointer(run=report.run))
     return report
 
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dflash_core.evaluation.acceptance import LEAST_PROMPTS, interval_text
 from dflash_core.records import AcceptanceCut, DrafterEval
 
 FILES_LISTED = 20
@@ -21,13 +22,13 @@ def report_markdown(report: DrafterEval, picture: bytes) -> str:
         f"# Acceptance of {report.run}",
         f"Block size {report.block_size}, {report.prompts} held-out prompts, temperature {report.temperature:g}, "
         f"target in {report.dtype}. Acceptance length is 1 + accepted proposals / verification steps, what serving "
-        "engines report; intervals are 95 %, bootstrapped over prompts.",
+        f"engines report; intervals are 95 %, bootstrapped over prompts, of which they need {LEAST_PROMPTS}.",
         "![acceptance][picture]",
         _table(("", "acceptance length", "interval"), _rivals(report)),
         _table(
             ("", ""),
             (
-                ("mean over responses", f"{report.acceptance_length_response_mean:.2f}"),
+                ("mean over responses", _response_mean(report)),
                 ("tokens per second, with / without", f"{report.tokens_per_s:.1f} / {report.tokens_per_s_without:.1f}"),
                 (f"speed-up ({report.timed_prompts} prompts)", _speed_up(report)),
                 ("output equal to the target's own", lossless if report.temperature == 0 else "not comparable"),
@@ -64,11 +65,13 @@ def to_terminal(report: DrafterEval, picture_uri: str) -> RenderableType:
     for cut in report.cuts:
         if cut.cut != "file":
             table.add_row(
-                f"{cut.cut} {cut.name} ({cut.prompts} prompts)", f"{cut.acceptance_length:.2f}", _interval(cut)
+                f"{cut.cut} {cut.name} ({cut.prompts} prompts)",
+                f"{cut.acceptance_length:.2f}",
+                interval_text(cut.interval),
             )
     files = sorted((cut for cut in report.cuts if cut.cut == "file"), key=lambda cut: cut.acceptance_length)
     for cut in files[: 1 if len(files) > 1 else 0]:
-        table.add_row(f"worst file: {cut.name}", f"{cut.acceptance_length:.2f}", _interval(cut))
+        table.add_row(f"worst file: {cut.name}", f"{cut.acceptance_length:.2f}", interval_text(cut.interval))
     slots = " ".join(f"{100 * share:.0f}" for share in report.conditional_acceptance)
     facts = [
         Text(f"accepted by slot, given all before: {slots} %"),
@@ -92,7 +95,13 @@ def _rivals(report: DrafterEval) -> list[tuple[str, str, str]]:
         ("n-gram drafter", report.acceptance_length_ngram, report.acceptance_interval_ngram),
         ("drafter without features", report.acceptance_length_no_features, report.acceptance_interval_no_features),
     )
-    return [(name, f"{length:.2f}", f"{low:.2f} to {high:.2f}") for name, length, (low, high) in rows]
+    return [(name, f"{length:.2f}", interval_text(interval)) for name, length, interval in rows]
+
+
+def _response_mean(report: DrafterEval) -> str:
+    left_out = report.responses_without_steps
+    beside = f" ({left_out} that ended with their first token left out)" if left_out else ""
+    return f"{report.acceptance_length_response_mean:.2f}{beside}"
 
 
 def _lossless(report: DrafterEval) -> Text:
@@ -106,8 +115,7 @@ def _lossless(report: DrafterEval) -> Text:
 
 
 def _speed_up(report: DrafterEval) -> str:
-    low, high = report.speed_up_interval
-    return f"{report.speed_up:.2f} ({low:.2f} to {high:.2f})"
+    return f"{report.speed_up:.2f} ({interval_text(report.speed_up_interval)})"
 
 
 def _cut_sections(report: DrafterEval) -> Iterable[str]:
@@ -127,12 +135,8 @@ def _cut_sections(report: DrafterEval) -> Iterable[str]:
 
 def _cut_row(cut: AcceptanceCut) -> Sequence[str]:
     rivals = (cut.acceptance_length_ngram, cut.acceptance_length_no_features)
-    row = (cut.name, str(cut.prompts), f"{cut.acceptance_length:.2f}", _interval(cut))
+    row = (cut.name, str(cut.prompts), f"{cut.acceptance_length:.2f}", interval_text(cut.interval))
     return (*row, *(f"{rival:.2f}" for rival in rivals if rival is not None))
-
-
-def _interval(cut: AcceptanceCut) -> str:
-    return f"{cut.interval[0]:.2f} to {cut.interval[1]:.2f}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from dflash_core.evaluation.acceptance import Interval, interval_text
 from dflash_core.quality.file_picture import AMBER, BLUE, GRID, INK, MUTED, RED
 from dflash_core.records import AcceptanceCut, DrafterEval
 
@@ -29,10 +30,10 @@ def acceptance_picture(report: DrafterEval) -> bytes:
     _cuts_axes(cuts, report)
     _responses_axes(responses, report)
     _speed_axes(speed, report)
-    low, high = report.acceptance_interval
     figure.suptitle(
-        f"{_plain(report.run)}: acceptance length {report.acceptance_length:.2f} ({low:.2f} to {high:.2f}), block size "
-        f"{report.block_size}, {report.prompts} prompts, temperature {report.temperature:g}",
+        f"{_plain(report.run)}: acceptance length {report.acceptance_length:.2f} "
+        f"({interval_text(report.acceptance_interval)}), block size {report.block_size}, {report.prompts} prompts, "
+        f"temperature {report.temperature:g}",
         x=0.01,
         ha="left",
         fontsize=11.5,
@@ -47,7 +48,7 @@ def acceptance_picture(report: DrafterEval) -> bytes:
 def _rivals_axes(axes: Axes, report: DrafterEval) -> None:
     """Ours and what it must beat, at the report's temperature and the others."""
     further = [cut for cut in report.cuts if cut.cut == "temperature"]
-    rows = [
+    rows: list[tuple[str, str, float, Interval | None]] = [
         ("drafter", BLUE, report.acceptance_length, report.acceptance_interval),
         ("n-gram", AMBER, report.acceptance_length_ngram, report.acceptance_interval_ngram),
         ("no features", RED, report.acceptance_length_no_features, report.acceptance_interval_no_features),
@@ -59,13 +60,15 @@ def _rivals_axes(axes: Axes, report: DrafterEval) -> None:
             ("no features", RED, cut.acceptance_length_no_features),
         ):
             if value is not None:
-                rows.append((f"{name}, T = {cut.name}", colour, value, (value, value)))
-    for place, (_, colour, length, (low, high)) in enumerate(rows):
+                rows.append((f"{name}, T = {cut.name}", colour, value, None))
+    ends = [length if interval is None else max(length, interval[1]) for *_, length, interval in rows]
+    for place, (_, colour, length, interval) in enumerate(rows):
         axes.barh(place, length, height=0.6, color=colour, alpha=1.0 if place < 3 else 0.6, linewidth=0)
-        axes.plot([low, high], [place, place], color=INK, linewidth=1.2)
-        axes.text(max(high, length), place, f"  {length:.2f}", va="center", fontsize=8, color=INK)
+        if interval is not None:
+            axes.plot(interval, [place, place], color=INK, linewidth=1.2)
+        axes.text(ends[place], place, f"  {length:.2f}", va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
-    axes.set_xlim(0, 1.15 * max(max(length, high) for *_, length, (_, high) in rows))
+    axes.set_xlim(0, 1.15 * max(ends))
     axes.invert_yaxis()
     _decorate(axes, "Acceptance length", "tokens per verification", "", "x")
 
@@ -99,9 +102,9 @@ def _cuts_axes(axes: Axes, report: DrafterEval) -> None:
     room = max(3, MOST_CUTS - len(others))
     shown = [*files[:room], *others[:MOST_CUTS]]
     for place, cut in enumerate(shown):
-        low, high = cut.interval
         colour = BLUE if cut.cut == "file" else TEAL
-        axes.plot([low, high], [place, place], color=colour, linewidth=2.2, solid_capstyle="round", alpha=0.55)
+        if cut.interval is not None:
+            axes.plot(cut.interval, [place, place], color=colour, linewidth=2.2, solid_capstyle="round", alpha=0.55)
         axes.plot(cut.acceptance_length, place, "o", color=colour, markersize=5)
     axes.axvline(report.acceptance_length, color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
     axes.set_yticks(range(len(shown)), [_cut_name(cut) for cut in shown])
@@ -111,8 +114,8 @@ def _cuts_axes(axes: Axes, report: DrafterEval) -> None:
 
 
 def _responses_axes(axes: Axes, report: DrafterEval) -> None:
-    """The acceptance length of each response."""
-    lengths = np.array(report.acceptance_length_per_prompt)
+    """The acceptance length of each response that had a verification step."""
+    lengths = np.array(report.acceptance_length_per_prompt)[np.array(report.verification_steps_per_prompt) > 0]
     edges = np.linspace(1, report.block_size, min(2 * report.block_size - 1, 25))
     counts, _ = np.histogram(lengths, edges)
     axes.stairs(counts, edges, fill=True, color=BLUE, linewidth=0)
@@ -132,8 +135,7 @@ def _speed_axes(axes: Axes, report: DrafterEval) -> None:
     axes.set_yticks(range(2), [name for name, *_ in rows])
     axes.set_ylim(2.1, -0.6)
     axes.set_xlim(0, 1.2 * max(speed for *_, speed in rows))
-    low, high = report.speed_up_interval
-    note = f"speed-up {report.speed_up:.2f} ({low:.2f} to {high:.2f})"
+    note = f"speed-up {report.speed_up:.2f} ({interval_text(report.speed_up_interval)})"
     axes.text(0.0, 0.04, note, transform=axes.transAxes, fontsize=8.5, color=INK)
     _decorate(axes, "Speed of a single reader", f"tokens per second ({report.timed_prompts} prompts)", "", "x")
 

@@ -49,7 +49,7 @@ def assemble(subject: Subject, measured: Measured, origin: Origin) -> DrafterEva
     histogram, counts = add(histograms), counts_of(histograms)
     ngram, blind = (counts_of([g.histogram for g in made]) for made in (main.ngram, main.no_features))
     differing = sum(a.tokens != b.tokens for a, b in zip(main.drafter, measured.plain, strict=True))
-    per_prompt = tuple(acceptance_length(h) for h in histograms)
+    verified = [acceptance_length(h) for h in histograms if sum(h)]
     timed = slice(0, measured.timed)
     speeds = _speeds(main.drafter[timed], measured.plain[timed])
     cuts, skipped = _cuts(measured, counts, origin)
@@ -67,8 +67,9 @@ def assemble(subject: Subject, measured: Measured, origin: Origin) -> DrafterEva
         differing_prompts=differing,
         acceptance_length=acceptance_length(histogram),
         acceptance_interval=acceptance_interval(counts),
-        acceptance_length_per_prompt=per_prompt,
-        acceptance_length_response_mean=sum(per_prompt) / len(per_prompt),
+        acceptance_length_per_prompt=tuple(acceptance_length(h) for h in histograms),
+        acceptance_length_response_mean=sum(verified) / len(verified) if verified else 1.0,
+        responses_without_steps=len(histograms) - len(verified),
         verification_steps_per_prompt=tuple(sum(h) for h in histograms),
         acceptance_length_ngram=length_of(ngram),
         acceptance_interval_ngram=acceptance_interval(ngram),
@@ -106,7 +107,7 @@ def prompts_hash(subject: Subject, measured: Measured) -> str:
 class _Speeds:
     ours: float
     plain: float
-    interval: Interval
+    interval: Interval | None
 
 
 def _speeds(ours: Sequence[Generation], plain: Sequence[Generation]) -> _Speeds:

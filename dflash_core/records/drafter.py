@@ -71,14 +71,17 @@ CutKind = Literal["file", "folder", "temperature", "thinking"]
 
 
 class AcceptanceCut(Record):
-    """Acceptance on a part of the prompts, or under another setting; intervals are 95 %, bootstrapped over prompts."""
+    """Acceptance on a part of the prompts, or under another setting; intervals are 95 %, bootstrapped over prompts.
+
+    None in place of an interval: too few prompts for one.
+    """
 
     cut: CutKind
     name: str
     prompts: int
     verification_steps: int
     acceptance_length: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     acceptance_length_ngram: float | None = None
     acceptance_length_no_features: float | None = None
 
@@ -112,7 +115,7 @@ class PreviousDrafter(Record):
 class DrafterEval(Record):
     """Acceptance measured by draft-and-verify decoding; drafter_eval/<run>/report.json.
 
-    Intervals are 95 %, bootstrapped over prompts.
+    Intervals are 95 %, bootstrapped over prompts; None: too few prompts for one.
     """
 
     run: str
@@ -131,15 +134,18 @@ class DrafterEval(Record):
     """Prompts whose outputs differ; in reduced precision near ties make some."""
     acceptance_length: float
     """1 + accepted drafts / verification steps, over all steps: what serving engines report."""
-    acceptance_interval: tuple[float, float]
+    acceptance_interval: tuple[float, float] | None
     acceptance_length_per_prompt: tuple[float, ...]
+    """1.0 where the first token already ended the response, so that nothing was verified."""
     acceptance_length_response_mean: float
-    """The mean of those: each response counts once, however long."""
+    """The mean of those that had a verification step: each response counts once, however long; 1.0: none had."""
+    responses_without_steps: int = 0
+    """Prompts left out of that mean."""
     verification_steps_per_prompt: tuple[int, ...]
     acceptance_length_ngram: float
-    acceptance_interval_ngram: tuple[float, float]
+    acceptance_interval_ngram: tuple[float, float] | None
     acceptance_length_no_features: float
-    acceptance_interval_no_features: tuple[float, float]
+    acceptance_interval_no_features: tuple[float, float] | None
     conditional_acceptance: tuple[float, ...]
     """Share of slot k accepted given that slots 1..k-1 were; K-1 values."""
     tokens: int
@@ -151,7 +157,7 @@ class DrafterEval(Record):
     tokens_per_s: float
     tokens_per_s_without: float
     speed_up: float
-    speed_up_interval: tuple[float, float]
+    speed_up_interval: tuple[float, float] | None
     cuts: tuple[AcceptanceCut, ...]
     skipped_cuts: dict[str, str]
     """Cut -> why it could not be made."""

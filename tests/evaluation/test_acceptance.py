@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dflash_core.evaluation.acceptance import (
+    LEAST_PROMPTS,
     acceptance_interval,
     acceptance_length,
     add,
@@ -31,9 +32,23 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
         rates = generator.beta(4, 4, 30)
         steps = np.full(30, 40.0)
         accepted = generator.binomial(40, rates).astype(np.float64) * 4
-        low, high = acceptance_interval(np.stack([accepted, steps], 1))
-        covered += low <= 1 + 4 * 0.5 <= high
+        interval = acceptance_interval(np.stack([accepted, steps], 1))
+        assert interval is not None
+        covered += interval[0] <= 1 + 4 * 0.5 <= interval[1]
     assert 170 <= covered <= 198
+
+
+def test_too_few_prompts_have_no_interval_rather_than_a_narrow_one() -> None:
+    """One prompt is the same in every resample: no width, and any difference was beyond noise."""
+    ours, theirs = np.full((LEAST_PROMPTS, 2), (30.0, 10.0)), np.full((LEAST_PROMPTS, 2), (31.0, 10.0))
+    assert acceptance_interval(ours) == (4.0, 4.0)
+    assert difference_interval(ours, theirs) == pytest.approx((-0.1, -0.1))
+    for count in range(LEAST_PROMPTS):
+        assert acceptance_interval(ours[:count]) is None
+        assert difference_interval(ours[:count], theirs[:count]) is None
+    silent = ours * (np.arange(LEAST_PROMPTS) > 0)[:, None]
+    assert acceptance_interval(silent) is None, "a prompt without a verification step tells nothing"
+    assert difference_interval(silent, silent) is None
 
 
 def test_a_paired_difference_sees_what_the_spread_between_prompts_hides() -> None:
@@ -41,10 +56,9 @@ def test_a_paired_difference_sees_what_the_spread_between_prompts_hides() -> Non
     steps = np.full(40, 50.0)
     base = generator.uniform(50, 300, 40)
     ours, theirs = np.stack([base + 10, steps], 1), np.stack([base, steps], 1)
-    low, high = difference_interval(ours, theirs)
-    assert low == pytest.approx(0.2)
-    assert high == pytest.approx(0.2)
+    assert difference_interval(ours, theirs) == pytest.approx((0.2, 0.2))
+    assert difference_interval(theirs, ours) == pytest.approx((-0.2, -0.2))
     wide = acceptance_interval(ours)
+    assert wide is not None
     assert wide[1] - wide[0] > 0.5
-    assert difference_interval(theirs, ours)[1] < 0
     assert difference_interval(ours, ours) == (0, 0)

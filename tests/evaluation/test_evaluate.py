@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dflash_core.drafter.folder import load_drafter
 from dflash_core.errors import IncompatibleError, ObjectMissing, RecipeError, UserError
 from dflash_core.evaluation import evaluate as module
 from dflash_core.evaluation import measure
+from dflash_core.evaluation.acceptance import LEAST_PROMPTS
 from dflash_core.evaluation.decode import Generation, Sampling, generate
 from dflash_core.evaluation.drafts import Draft
 from dflash_core.evaluation.evaluate import evaluate_drafter
@@ -45,6 +47,11 @@ def recipe(make_recipe: MakeRecipe, s3: Store) -> Recipe:
     return made.model_copy(
         update={"evaluation": Evaluation(prompts=5, max_new_tokens=12, timed_prompts=2, batch=2, cut_prompts=2)}
     )
+
+
+def with_evaluation(recipe: Recipe, **changes: Any) -> Recipe:
+    """The recipe with other settings of its evaluation."""
+    return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update=changes)})
 
 
 def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Recipe, s3: Store) -> None:
@@ -96,8 +103,8 @@ def test_the_terminal_shows_what_matters(recipe: Recipe) -> None:
     assert "NOT lossless: 2 of 5 outputs differ" in shown(to_terminal(lossy, ""))
 
 
-def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe) -> None:
-    report = evaluate_drafter(recipe, None, nothing)
+def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe, s3: Store) -> None:
+    report = evaluate_drafter(with_evaluation(recipe, prompts=40), None, nothing)
     files, folders = ([cut for cut in report.cuts if cut.cut == kind] for kind in ("file", "folder"))
     assert [cut.name for cut in folders] == ["code", "maths"]
     assert [cut.prompts for cut in folders] == [report.prompt_files.count(file) for file in sorted(ROWS)]
@@ -111,11 +118,34 @@ def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe) -> None:
     assert hot.acceptance_length_ngram is not None
     assert hot.acceptance_length_no_features is not None
     for cut in report.cuts:
-        assert cut.interval[0] <= cut.acceptance_length <= cut.interval[1]
+        assert (cut.interval is None) == (cut.prompts < LEAST_PROMPTS)
+        assert cut.interval is None or cut.interval[0] <= cut.acceptance_length <= cut.interval[1]
+    assert report.acceptance_interval is not None
+    assert report.speed_up_interval is None
+    assert "too few prompts" in s3.read(report.markdown).decode()
     assert report.skipped_cuts == {"thinking": "the chat template has no option enable_thinking or thinking"}
     assert sum(report.stops.values()) > 0
     assert report.examples[0].refused != report.examples[0].said
     assert (report.timed_prompts, report.differing_prompts) == (2, 0)
+
+
+def test_a_response_without_a_verification_step_is_left_out_of_the_mean_over_responses(
+    recipe: Recipe, s3: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_all = measure.Meter.measure
+
+    def ended_at_once(self: measure.Meter, prompts: list[Prompt], switch: ThinkingSwitch | None) -> measure.Measured:
+        made = measure_all(self, prompts, switch)
+        for side in (made.main.drafter, made.plain):
+            side[1] = replace(side[1], tokens=side[1].tokens[:1], steps=())
+        return made
+
+    monkeypatch.setattr(measure.Meter, "measure", ended_at_once)
+    report = evaluate_drafter(recipe, None, nothing)
+    lengths = [*report.acceptance_length_per_prompt]
+    assert (lengths.pop(1), report.responses_without_steps) == (1.0, 1)
+    assert report.acceptance_length_response_mean == pytest.approx(sum(lengths) / len(lengths))
+    assert "(1 that ended with their first token left out)" in s3.read(report.markdown).decode()
 
 
 def test_the_clock_runs_only_after_each_side_has_decoded_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +189,7 @@ def test_each_thinking_state_is_measured_on_the_same_prompts(recipe: Recipe, mon
 
 
 def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recipe: Recipe) -> None:
+    recipe = with_evaluation(recipe, prompts=12)
     first = evaluate_drafter(recipe, None, nothing)
     assert (first.previous.verdict, first.previous.run) == ("skipped", None)
     other = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_steps": 3})})
@@ -168,8 +199,7 @@ def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recip
     assert second.previous.difference == pytest.approx(second.acceptance_length - first.acceptance_length)
     low, high = second.previous.interval or (1.0, 0.0)
     assert low <= second.previous.difference <= high
-    shorter = other.model_copy(update={"evaluation": other.evaluation.model_copy(update={"max_new_tokens": 6})})
-    third = evaluate_drafter(shorter, second.run, nothing)
+    third = evaluate_drafter(with_evaluation(other, max_new_tokens=6), second.run, nothing)
     assert third.previous.run == first.run, "a run is not its own predecessor"
     assert third.previous.verdict == "skipped"
     assert first.prompts_sha256[:12] in third.previous.reason
@@ -177,10 +207,7 @@ def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recip
 
 
 def test_a_smaller_block_is_evaluated_and_a_larger_one_refused_with_both_values(recipe: Recipe) -> None:
-    small, large = (
-        recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"block_size": size})})
-        for size in (2, 5)
-    )
+    small, large = (with_evaluation(recipe, block_size=size) for size in (2, 5))
     report = evaluate_drafter(small, None, nothing)
     assert (report.block_size, len(report.histogram), len(report.conditional_acceptance)) == (2, 2, 1)
     assert report.lossless

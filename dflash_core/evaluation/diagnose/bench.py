@@ -1,7 +1,7 @@
 """What a diagnosis works with: the drafter, the target, some prompts with their recorded answers, and what is known."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -132,6 +132,11 @@ def acceptance(generations: Sequence[Generation]) -> Counts:
     return counts_of([generation.histogram for generation in generations])
 
 
+def within_answers(generations: Sequence[Generation]) -> Counts:
+    """The counts without each answer's last step: it proposes beyond the end, where recorded text has no blocks."""
+    return acceptance([replace(generation, steps=generation.steps[:-1]) for generation in generations])
+
+
 def compared(
     cause: Cause, what: str, before: Counts, after: Counts, *, alternatives: int = 1, note: str = ""
 ) -> Finding:
@@ -162,7 +167,8 @@ def nothing_to_try(cause: Cause, before: Counts, note: str = "") -> Finding:
 
 def is_clear(before: Counts, after: Counts) -> bool:
     """Whether acceptance after is higher beyond noise, and by enough to be the explanation."""
-    return is_enough(length_of(before), length_of(after)) and difference_interval(after, before)[0] > 0
+    interval = difference_interval(after, before)
+    return interval is not None and interval[0] > 0 and is_enough(length_of(before), length_of(after))
 
 
 def is_enough(lower: float, higher: float) -> bool:

@@ -28,9 +28,10 @@ from dflash_core.drafter.runs import checkpoint_key, find_checkpoint
 from dflash_core.drafter.target_files import LM_HEAD_KEYS, check_target, is_tied, safetensors_files
 from dflash_core.drafter.trained import fetch_drafter
 from dflash_core.errors import IncompatibleError
-from dflash_core.evaluation.acceptance import Counts, acceptance_interval, length_of
+from dflash_core.evaluation.acceptance import LEAST_PROMPTS, Counts, acceptance_interval, length_of
+from dflash_core.evaluation.decode import Generation
 from dflash_core.evaluation.diagnose.assumption import Text
-from dflash_core.evaluation.diagnose.bench import Bench, Facts, Finding, acceptance, is_enough
+from dflash_core.evaluation.diagnose.bench import Bench, Facts, Finding, acceptance, is_clear, is_enough, within_answers
 from dflash_core.evaluation.diagnose.data import try_off_policy, try_template, try_truncation
 from dflash_core.evaluation.diagnose.shape import try_shapes
 from dflash_core.evaluation.measure import Progress
@@ -123,7 +124,7 @@ def diagnose_bench(
         served=served,
         findings=tuple(findings),
         notes=tuple(notes),
-        conclusion=_conclusion(findings, trained_prefix, prefixes, served, notes),
+        conclusion=_conclusion(findings, trained_prefix, prefixes, bench.served, notes),
     )
 
 
@@ -206,10 +207,14 @@ def _of_folder(store: Store, recipe: Recipe, folder: Path) -> _Drafter:
 
 
 def _conclusion(
-    findings: Sequence[Finding], trained: float | None, prefixes: Counts, served: float, notes: Sequence[str]
+    findings: Sequence[Finding],
+    trained: float | None,
+    prefixes: Counts,
+    served: Sequence[Generation],
+    notes: Sequence[str],
 ) -> str:
-    """What explains the gap; where nothing does, whether there is one."""
-    measured = length_of(prefixes)
+    """What explains the gap; where nothing does, whether there is one: since training, or between text and decoding."""
+    measured, decoded = length_of(prefixes), length_of(acceptance(served))
     explaining = sorted((f for f in findings if f.explains), key=lambda f: (f.before or 0.0) - (f.after or 0.0))
     reported = "" if trained is None else f"; training reported {trained:.2f}"
     if explaining:
@@ -220,9 +225,21 @@ def _conclusion(
             f"{best.after:.2f}{reported}{others}."
         )
     beside = "".join(f"; {note}" for note in notes)
-    if trained is not None and is_enough(measured, trained) and acceptance_interval(prefixes)[1] < trained:
+    interval = acceptance_interval(prefixes)
+    if interval is None:
+        return (
+            f"Not decided: {len(prefixes)} held-out prompts are too few to tell a difference from noise, "
+            f"{LEAST_PROMPTS} are needed (served {decoded:.2f}, accepted prefix {measured:.2f}{reported}{beside}); "
+            "raise training.held_out_share."
+        )
+    if trained is not None and is_enough(measured, trained) and interval[1] < trained:
         return f"Unexplained: training reported {trained:.2f}, the same rows now give {measured:.2f}{beside}."
+    if is_clear(within_answers(served), prefixes):
+        return (
+            f"Unexplained: recorded text gives {measured:.2f}, decoding its prompts {decoded:.2f}{reported}{beside}; "
+            "`dflash evaluate` shows where it stops, `dflash serve-check` whether a server stops there, too."
+        )
     return (
-        f"Nothing found: no cause changes acceptance for the better (served {served:.2f}, accepted prefix on held-out "
+        f"Nothing found: no cause changes acceptance for the better (served {decoded:.2f}, accepted prefix on held-out "
         f"rows {measured:.2f}{reported}); the drafter is as good as its training made it."
     )

@@ -22,6 +22,8 @@ ENDING, OTHER_ENDING = (60, 61), (60, 62)
 """How a prompt ends with and without thinking."""
 ANSWER = 40
 STEPS = 180
+ANCHOR_DRAWS = 6
+"""So that nearly every place of an answer is learnt, as decoding comes to any."""
 
 torch.set_num_threads(1)
 
@@ -58,10 +60,11 @@ def train(target: VerifyingTarget, assumption: Assumption, texts: Sequence[Text]
     drafter = Drafter(assumption.config)
     drafter.initialize(0)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3, weight_decay=0.0, fused=True)
-    work = work_of(texts, K)
-    outputs = target.features(work.batch.ids, assumption.config.target_layer_ids)
+    works = [work_of([replace(text, name=f"{text.name}, {n}") for text in texts], K) for n in range(ANCHOR_DRAWS)]
+    outputs = target.features(works[0].batch.ids, assumption.config.target_layer_ids)
     head = target.lm_head if assumption.lm_head is None else assumption.lm_head
     for step in range(steps):
+        work = works[step % ANCHOR_DRAWS]
         optimizer.param_groups[0]["lr"] = 4e-3 * min(1.0, 2 * (1 - step / steps))
         hidden = block_states(drafter, target, work, outputs, assumption)
         sums = block_loss(hidden, head, work.targets, SlotWeights("decay", 4.0))

@@ -9,9 +9,11 @@ import torch
 
 from dflash_core.drafter.model import Drafter
 from dflash_core.evaluation.acceptance import length_of
+from dflash_core.evaluation.decode import Generation, Sampling, Step, decode
 from dflash_core.evaluation.diagnose.assumption import Assumption, Text
 from dflash_core.evaluation.diagnose.bench import Bench, acceptance
 from dflash_core.evaluation.diagnose.diagnose import Diagnosis, diagnose_bench
+from dflash_core.evaluation.drafts import NoDraft
 from tests.evaluation.diagnose.conftest import ANSWER, ENDING, OTHER_ENDING, STEPS, World, answers
 
 
@@ -131,6 +133,33 @@ def test_damaged_weights_are_told_although_no_cause_explains_them(world: World) 
     assert found.conclusion == (
         f"Unexplained: training reported 3.50, the same rows now give {found.measured_prefix:.2f}; {note}."
     )
+
+
+def test_decoding_that_accepts_less_than_the_recorded_text_promises_is_never_called_healthy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the decoding itself, which none of the nine causes is: its steps accept nothing or one proposal."""
+
+    def poor(self: Bench, prompts: list[tuple[int, ...]]) -> list[Generation]:
+        made = decode(self.target, NoDraft(), prompts, Sampling(ANSWER, frozenset()), batch=8)
+        return [replace(g, block_size=4, steps=(Step(0, 1),) * 34 + (Step(1, 1),) * 3) for g in made]
+
+    monkeypatch.setattr(Bench, "_decode", poor)
+    found = diagnosed(world.bench(world.drafter))
+    assert not [finding for finding in found.findings if finding.explains]
+    assert found.served < 1.2 < 3.0 < found.measured_prefix
+    assert found.conclusion.startswith(
+        f"Unexplained: recorded text gives {found.measured_prefix:.2f}, decoding its prompts {found.served:.2f}; "
+        "training reported 3.50; `dflash evaluate` shows where it stops"
+    )
+
+
+def test_too_few_prompts_decide_nothing(world: World) -> None:
+    found = diagnosed(world.bench(world.drafter, world.texts[:3]))
+    assert found.conclusion.startswith(
+        "Not decided: 3 held-out prompts are too few to tell a difference from noise, 8 "
+    )
+    assert found.conclusion.endswith("raise training.held_out_share.")
 
 
 def test_answers_of_the_fixture_are_the_targets_own(world: World) -> None:
