@@ -128,7 +128,7 @@ class CheckpointFolder:
             shutil.rmtree(final, ignore_errors=True)
             os.rename(aside, final)
             sync(self.path)
-            self._point([entry for entry in self.entries() if entry["step"] < step], snapshot.progress)
+            self._point(snapshot.progress)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise StorageError(
@@ -137,16 +137,19 @@ class CheckpointFolder:
             ) from None
         return final
 
-    def _point(self, before: list[dict[str, Any]], progress: Progress) -> None:
-        newest = {"step": progress.step, "sha256": sha256_file(self.folder(progress.step) / STATE)}
-        entries = [*before, newest]
+    def _point(self, progress: Progress) -> None:
+        lost = self.pointer_is_damaged
+        newest = {"step": progress.step, "sha256": self._state_sha256(progress.step)}
+        entries = [*(entry for entry in self.entries() if entry["step"] < progress.step), newest]
         best = [entry for entry in entries[: -self.keep] if entry["step"] == progress.best_step]
-        kept = [*best, *entries[-self.keep :]]
+        kept = entries if lost else [*best, *entries[-self.keep :]]
         aside = self.path / f".{POINTER}"
         aside.write_text(json.dumps({"checkpoints": kept}, indent=1), encoding="utf8")
         sync(aside)
         os.replace(aside, self.path / POINTER)
         sync(self.path)
+        if lost:
+            return  # which of them are good is not known: the next checkpoint's pointer decides
         names = {self.folder(entry["step"]).name for entry in kept}
         for folder in self.path.iterdir():
             if folder.is_dir() and folder.name not in names:
@@ -157,12 +160,29 @@ class CheckpointFolder:
         return self.path / f"{step:08d}"
 
     def entries(self) -> list[dict[str, Any]]:
-        """What the pointer names, oldest first; nothing where there is none or it is damaged."""
+        """What the pointer names, oldest first; where it cannot be read, every folder that was renamed into place."""
+        pointed = self._pointed()
+        if pointed is not None:
+            return pointed
+        steps = sorted(int(f.parent.name) for f in self.path.glob(f"*/{STATE}") if f.parent.name.isdigit())
+        return [{"step": step, "sha256": self._state_sha256(step)} for step in steps]
+
+    @property
+    def pointer_is_damaged(self) -> bool:
+        """Whether there is a pointer that cannot be read."""
+        return self._pointed() is None
+
+    def _pointed(self) -> list[dict[str, Any]] | None:
         try:
             table = json.loads((self.path / POINTER).read_text(encoding="utf8"))
             return [{"step": int(e["step"]), "sha256": str(e["sha256"])} for e in table["checkpoints"]]
-        except (OSError, ValueError, KeyError, TypeError):
+        except FileNotFoundError:
             return []
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _state_sha256(self, step: int) -> str:
+        return sha256_file(self.folder(step) / STATE)
 
     def load(self, step: int, sha256: str | None) -> Snapshot:
         """Read one checkpoint after checking every byte of it and what it belongs to.

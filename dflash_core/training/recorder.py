@@ -18,7 +18,7 @@ from dflash_core.errors import ObjectCorrupt, ObjectMissing, StorageError
 from dflash_core.records import SavedStep
 from dflash_core.storage.store import Store
 from dflash_core.storage.transfers import delete_object, download_file, upload_file
-from dflash_core.training.checkpoint import METRICS, STATE, CheckpointFolder, Damaged, Progress, Snapshot
+from dflash_core.training.checkpoint import METRICS, POINTER, STATE, CheckpointFolder, Damaged, Progress, Snapshot
 from dflash_core.training.metrics import MetricsFile, Report, StepMetrics
 from dflash_core.training.trainer import State
 
@@ -139,6 +139,8 @@ def resume(folder: CheckpointFolder, remote: RemoteCheckpoints, metrics: Path) -
     Raises:
         IncompatibleError: the newest one belongs to something else.
     """
+    if folder.pointer_is_damaged:
+        log.warning("%s cannot be read; every checkpoint beside it is tried, newest first", folder.path / POINTER)
     candidates = _candidates(folder, remote)
     for candidate in candidates:
         snapshot = _usable(folder, remote, candidate, "trying the one before")

@@ -142,10 +142,31 @@ def test_a_damaged_file_is_noticed_and_the_one_before_is_good(
     assert same(folder.load(before["step"], before["sha256"]), saved[0])
 
 
-def test_a_damaged_pointer_names_nothing(tmp_path: Path) -> None:
+def test_a_damaged_pointer_costs_no_checkpoint(tmp_path: Path) -> None:
+    """All are offered, and none goes before a new pointer says which are needed."""
+    folder, saved = folder_with(tmp_path, 2, 4, 6, keep=3)
+    pointer, told = folder.path / POINTER, folder.entries()
+    for damage in ('{"checkpoints": [{"st', "[]", '{"checkpoints": [{"step": 6}]}'):
+        pointer.write_text(damage)
+        assert folder.pointer_is_damaged
+        assert folder.entries() == told
+        assert same(newest(folder), saved[-1])
+    shrunk = replace(folder, keep=1)
+    shrunk.save(snapshot(8), tmp_path / METRICS, 4)
+    assert not shrunk.pointer_is_damaged
+    assert [entry["step"] for entry in shrunk.entries()] == [2, 4, 6, 8]
+    assert newest(shrunk).progress.step == 8
+    assert len(list(folder.path.glob("0*"))) == 4
+    shrunk.save(snapshot(10), tmp_path / METRICS, 4)
+    assert [p.name for p in folder.path.glob("0*")] == ["00000010"]
+
+
+def test_where_no_pointer_was_written_there_is_no_checkpoint(tmp_path: Path) -> None:
+    """A kill between the first folder and its pointer."""
     folder, _ = folder_with(tmp_path, 2)
-    (folder.path / POINTER).write_text('{"checkpoints": [{"st')
+    (folder.path / POINTER).unlink()
     assert folder.entries() == []
+    assert not folder.pointer_is_damaged
 
 
 @pytest.mark.parametrize("key", list(IDENTITY))

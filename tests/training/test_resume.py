@@ -198,6 +198,26 @@ def test_a_damaged_last_checkpoint_falls_back_aloud(
     assert checkpoint.weights.sha256 == plain.weights.sha256
 
 
+def test_a_damaged_pointer_falls_back_aloud_to_what_lies_beside_it(
+    make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a checkpoint beside it that is damaged, too, falls back to the one before, as always."""
+    plain, _ = make_world("plain").train_here()
+    world = make_world("damaged")
+    world.stop(4)
+    for key, _, _ in list(world.store.list(f"drafter_checkpoint/{world.run_folder.name}/checkpoints/")):
+        world.store.client.delete_object(Bucket=world.store.bucket, Key=world.store.prefix + key)
+    checkpoints = world.run_folder / "checkpoints"
+    last = sorted(checkpoints.glob("0*"))[-1]
+    (checkpoints / "latest.json").write_text("{")
+    flip(last / "masters-000.safetensors")
+    checkpoint, seen = world.train_here()
+    assert "latest.json cannot be read; every checkpoint beside it is tried" in caplog.text
+    assert f"checkpoint of step {int(last.name)} cannot be used" in caplog.text
+    assert 1 < seen[0].step <= int(last.name)
+    assert checkpoint.weights.sha256 == plain.weights.sha256
+
+
 def test_a_damaged_local_checkpoint_is_taken_from_the_store(make_world: Callable[..., World]) -> None:
     plain, _ = make_world("plain").train_here()
     world = make_world("damaged")
