@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_core.errors import RecipeError
+from dflash_core.training import trackers
 from dflash_core.training.metrics import StepMetrics
 from dflash_core.training.trackers import open_trackers, scalars
 
@@ -75,16 +77,73 @@ def test_wandb_offline_keeps_the_run_under_its_name(tmp_path: Path, monkeypatch:
     assert b"held_out/acceptance_length" in body
 
 
-def test_mlflow_keeps_one_run_over_a_continuation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow: Any = pytest.importorskip("mlflow")
+@pytest.fixture
+def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package, with a store of its own on this disk."""
+    package = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    return package
+
+
+def test_mlflow_keeps_one_run_over_a_continuation(tmp_path: Path, mlflow: Any) -> None:
     tracked("mlflow", tmp_path, range(1, 3))
     tracked("mlflow", tmp_path, range(3, 6), lost=4)
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("dflash").experiment_id])
     assert run.info.run_name == RUN
     assert [m.step for m in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 5]
+
+
+def test_an_mlflow_outage_costs_points_of_the_curve_and_is_told_once_and_counted(
+    tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_batch = mlflow.MlflowClient.log_batch
+
+    def sometimes(client: Any, run: str, metrics: list[Any]) -> None:
+        if metrics[0].step in (2, 3):
+            raise mlflow.exceptions.MlflowException("no route to host")
+        log_batch(client, run, metrics)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", sometimes)
+    tracked("mlflow", tmp_path, range(1, 6))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("dflash").experiment_id])
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 4, 5]
+    assert run.info.status == "FINISHED"
+    assert caplog.text.count("no route to host") == 1
+    assert "MLflow lacks 2 steps of this training" in caplog.text
+
+
+def test_an_mlflow_that_hangs_holds_up_neither_a_step_nor_the_end(
+    tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        held.set()
+        go.wait(60)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", hang)
+    monkeypatch.setattr(trackers, "WAITING_STEPS", 3)
+    monkeypatch.setattr(trackers, "CLOSING_S", 0.1)
+    with open_trackers(["mlflow"], RUN, tmp_path, 0) as track:
+        track(metrics(1))
+        assert held.wait(60)
+        for step in range(2, 9):
+            track(metrics(step))
+        assert "3 steps wait for it" in caplog.text
+    assert "MLflow lacks 8 steps of this training" in caplog.text
+    go.set()
+
+
+def test_an_mlflow_that_is_not_there_is_refused_by_its_address(
+    tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(RecipeError, match=r"MLflow at http://127\.0\.0\.1:9 cannot be used.*MLFLOW_TRACKING_URI"):
+        tracked("mlflow", tmp_path, range(1, 3))
 
 
 @pytest.mark.parametrize(
