@@ -20,22 +20,40 @@ log = logging.getLogger(__name__)
 
 PARTS = ("target", "drafter", "objective", "backward", "update")
 """Names of the regions that the step marks; `backward` is the drafter's, the objective's is in `objective`."""
-SKIPPED, TRACED = 3, 4
+SKIPPED, TRACED = 4, 4
 """Steps before the trace begins (compilation, allocation), and in it."""
 
 
 @contextmanager
 def profiled(trace: Path) -> Iterator[Report]:
-    """Trace the steps that the yielded function is told of; writes a Chrome trace, gzipped, and logs the shares."""
+    """Trace the steps that the yielded function is told of; writes a Chrome trace, gzipped, and logs the shares.
+
+    Where there are too few steps for that, a warning says so.
+    """
+    done = 0
+
+    def ready(profiler: profile) -> None:
+        if done > SKIPPED:
+            _write(profiler, trace, min(done - SKIPPED, TRACED))
+
     trace.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    when = schedule(wait=SKIPPED, warmup=1, active=TRACED, repeat=1)
-    with profile(activities=activities, schedule=when, on_trace_ready=lambda ready: _write(ready, trace)) as profiler:
+    when = schedule(wait=SKIPPED - 1, warmup=1, active=TRACED, repeat=1)
+    with profile(activities=activities, schedule=when, on_trace_ready=ready) as profiler:
 
         def step(_metrics: StepMetrics) -> None:
+            nonlocal done
+            done += 1
             profiler.step()
 
         yield step
+    if done <= SKIPPED:
+        log.warning(
+            "no trace was written: this training had %d steps left and a trace begins after the first %d; give the "
+            "recipe another name to train anew",
+            done,
+            SKIPPED,
+        )
 
 
 def shares(profiler: profile) -> dict[str, float] | None:
@@ -48,7 +66,7 @@ def shares(profiler: profile) -> dict[str, float] | None:
     return {name: times.get(name, 0.0) / total for name in PARTS}
 
 
-def _write(profiler: profile, trace: Path) -> None:
+def _write(profiler: profile, trace: Path, steps: int) -> None:
     plain = trace.with_suffix("")
     profiler.export_chrome_trace(str(plain))
     with plain.open("rb") as source, gzip.open(trace, "wb") as packed:
@@ -56,4 +74,4 @@ def _write(profiler: profile, trace: Path) -> None:
     plain.unlink()
     found = shares(profiler)
     parts = "no shares on CUDA" if found is None else ", ".join(f"{name} {share:.0%}" for name, share in found.items())
-    log.info("profile of %d steps: %s; trace for chrome://tracing or Perfetto: %s", TRACED, parts, trace)
+    log.info("profile of %d steps: %s; trace for chrome://tracing or Perfetto: %s", steps, parts, trace)

@@ -15,13 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_core.recipe import Recipe
 from dflash_core.records import CommandFailure, DrafterCheckpoint
 from dflash_core.storage.store import Store
 from dflash_core.train import main
-from dflash_core.training.profiling import shares
+from dflash_core.training.profiling import profiled, shares
 from tests.training.conftest import put_training_set, random_rows
+from tests.training.test_trackers import metrics
 
 pytestmark = pytest.mark.timeout(1200)  # a machine shared with others may give little
 
@@ -151,6 +153,25 @@ def test_a_profile_is_written_and_says_what_the_step_is_made_of(
     assert told is not None, caplog.text
     events = json.loads(gzip.decompress(Path(told.group(1)).read_bytes()))["traceEvents"]
     assert {"target", "drafter", "objective", "backward", "update"} <= {event.get("name") for event in events}
+    caplog.clear()
+    Path(told.group(1)).unlink()
+    assert main(["--recipe", str(write_recipe(max_steps=9)), "--profile"]) == 0
+    assert "no trace was written: this training had 0 steps left" in caplog.text  # it is finished
+
+
+@pytest.mark.parametrize(("steps", "traced"), [(3, 0), (4, 0), (5, 1), (20, 4)])
+def test_a_training_too_short_for_a_profile_says_so(
+    steps: int, traced: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trace = tmp_path / "trace.json.gz"
+    with profiled(trace) as step:
+        for number in range(steps):
+            torch.ones(2).sum()
+            step(metrics(number))
+    assert trace.exists() == (traced > 0)
+    told = f"profile of {traced} steps" if traced else f"no trace was written: this training had {steps} steps left"
+    assert told in caplog.text
 
 
 def test_shares_are_told_of_the_host_alone() -> None:
