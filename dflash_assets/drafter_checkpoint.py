@@ -20,7 +20,7 @@ from dflash_core.records import DrafterCheckpoint
 from dflash_core.storage.store import open_stores
 
 GPU_TAGS = {"dagster-k8s/config": {"container_config": {"resources": {"limits": {"nvidia.com/gpu": "1"}}}}}
-"""For dagster-k8s: as many as the recipe's placement has, see deploy/README.md; only one is known before a recipe is."""
+"""For dagster-k8s: as many as the recipe's placement has, see deploy/README.md; tags are read before the recipe is."""
 WORST_SHOWN = 10
 
 
