@@ -22,7 +22,7 @@ from dflash_core.recipe import Recipe
 from dflash_core.training.feed import FeatureFeed, Preparation
 from dflash_core.training.placement import RankPlacement, step_group
 from dflash_core.training.step import Learner, rules
-from dflash_core.training.target import Target, load_frozen, load_target
+from dflash_core.training.target import Target, load_frozen, load_target, warn_of_slow_layers
 from dflash_core.training.trainer import Data
 
 
@@ -96,6 +96,8 @@ def make_targets(recipe: Recipe, config: DrafterConfig, placement: RankPlacement
             targets.append(Target(first.get_decoder(), config.target_layer_ids, device))
         else:
             targets.append(load_target(recipe.target.path, config.target_layer_ids, dtype, device))
+    if placement.lead:
+        warn_of_slow_layers(targets[0], targets[0].device.type)
     return Targets(FeatureFeed(targets, placement.drafter, placement.slots_per_target), first)
 
 

@@ -8,6 +8,7 @@ copy can go to another device at once), but nothing can be captured but whole la
 Shapes: B rows, S tokens, L captured layers, H hidden size, V vocabulary.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,11 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_core.drafter.target_files import safetensors_files
 from dflash_core.errors import IncompatibleError, RecipeError
+
+log = logging.getLogger(__name__)
+
+KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+"""Modules that linear-attention layers are fast with on CUDA, and their packages; the extra `gpu` names them."""
 
 Sink = Callable[[int, torch.Tensor], None]
 """Takes (j, output [B, S, H] of the j-th captured layer) while the target is still running."""
@@ -128,6 +134,20 @@ def load_frozen(auto: Any, folder: Path, dtype: torch.dtype, config: Any = None)
             f"first {absent[0]}; download the folder again"
         )
     return model.requires_grad_(False)
+
+
+def warn_of_slow_layers(target: Target, device_type: str) -> None:
+    """Tell of linear-attention layers (Qwen3.5) that a GPU would run in transformers' reference implementation."""
+    kinds = getattr(target.backbone.config, "layer_types", None) or ()
+    missing = [package for module, package in KERNELS.items() if importlib.util.find_spec(module) is None]
+    if device_type == "cuda" and "linear_attention" in kinds and missing:
+        log.warning(
+            "%d of the target's %d layers are linear attention and run in plain PyTorch, right but much slower, for "
+            "want of %s; install what the extra gpu names: pip install '.[gpu]'",
+            sum(kind == "linear_attention" for kind in kinds),
+            len(kinds),
+            " and ".join(missing),
+        )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The truncated target gives the features of the whole one, exactly, for every family."""
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from transformers import (
 
 from dflash_core.drafter.target_files import load_head, target_fingerprint
 from dflash_core.errors import IncompatibleError, RecipeError
-from dflash_core.training.target import load_target
+from dflash_core.training.target import load_target, warn_of_slow_layers
 from tests.waits import Waits
 
 CPU = torch.device("cpu")
@@ -158,6 +159,27 @@ def test_the_last_layer_can_be_captured(family: tuple[PreTrainedModel, Path]) ->
 def copy(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to)
     return to
+
+
+@pytest.mark.parametrize("installed", [set(), {"fla"}, {"fla", "causal_conv1d"}], ids=["none", "one", "both"])
+def test_linear_attention_without_its_kernels_is_told_on_a_gpu_alone(
+    family: tuple[PreTrainedModel, Path],
+    installed: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, folder = family
+    target = load_target(folder, LAYERS, torch.float32, CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    warn_of_slow_layers(target, "cpu")
+    assert caplog.text == ""
+    warn_of_slow_layers(target, "cuda")
+    if "qwen3_5" not in model.config.model_type or len(installed) == 2:
+        assert caplog.text == ""
+    else:
+        assert "4 of the target's 5 layers are linear attention" in caplog.text
+        assert "causal-conv1d; install what the extra gpu names" in caplog.text
+        assert ("flash-linear-attention" in caplog.text) == ("fla" not in installed)
 
 
 def test_unusable_folders_are_refused_with_what_is_wrong(target_folder: Path, tmp_path: Path) -> None:
