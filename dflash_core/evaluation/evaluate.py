@@ -24,7 +24,7 @@ from dflash_core.evaluation.picture import acceptance_picture
 from dflash_core.evaluation.previous import find_previous, latest_key, report_key
 from dflash_core.evaluation.prompts import held_out_prompts, thinking_switch
 from dflash_core.evaluation.report import NOTHING_STORED, Origin, assemble
-from dflash_core.evaluation.subject import Subject, load_subject
+from dflash_core.evaluation.subject import Subject, load_subject, open_held_out
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, DrafterEval, RunPointer
 from dflash_core.storage.store import Store, open_stores
@@ -65,7 +65,7 @@ def evaluate_drafter(recipe: Recipe, run: str | None, on_progress: Progress) -> 
             f"evaluation.block_size {wanted} exceeds the {config.block_size} that run {checkpoint.run} was trained "
             "with, so its later slots were never trained; lower it"
         )
-    subject = load_subject(recipe, config, state, checkpoint.training_set)
+    subject = load_subject(open_held_out(recipe, config, checkpoint.training_set), config, state)
     prompts = held_out_prompts(subject.rows, subject.split.held_out, recipe.seed, recipe.evaluation.prompts)
     switch = thinking_switch(recipe, subject.tokenizer)
     meter = Meter(subject, NgramModel(recipe.evaluation.ngram, training_rows(subject)), on_progress)

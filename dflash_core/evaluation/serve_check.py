@@ -2,7 +2,8 @@
 
 Held-out prompts are decoded greedily by the server and by us, with the exported weights; acceptance is read from the
 server's metrics and counted by us under one convention (see `served`), so that equal means equal and not similar. The
-trade-off: one request after the other, because only then are the counters ours alone.
+trade-off: one request after the other, because only then are the counters ours alone; and first the server, then we,
+because one GPU holds one of the two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from dflash_core.evaluation.decode import Generation, Sampling, generate
 from dflash_core.evaluation.drafts import DrafterDraft
 from dflash_core.evaluation.prompts import held_out_prompts
 from dflash_core.evaluation.served import Completion, Server
-from dflash_core.evaluation.subject import Subject, load_subject
+from dflash_core.evaluation.subject import HeldOut, Subject, load_subject, open_held_out
+from dflash_core.evaluation.target import named_stop_tokens
 from dflash_core.evaluation.vllm_server import VllmOptions, vllm_server
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterExport, ServeCheck
@@ -71,17 +73,19 @@ def serve_check(recipe: Recipe, run: str | None, question: Question, on_progress
     check_target(checkpoint, recipe)
     with _exported(recipe, store, find_export(store, checkpoint.run)) as folder:
         config = read_config(folder)
-        subject = load_subject(recipe, config, read_state(folder, config), checkpoint.training_set)
-        drawn = held_out_prompts(subject.rows, subject.split.held_out, recipe.seed, question.prompts)
-        sampling = Sampling(recipe.evaluation.max_new_tokens, subject.target.stop_tokens)
+        held_out = open_held_out(recipe, config, checkpoint.training_set)
+        drawn = held_out_prompts(held_out.rows, held_out.split.held_out, recipe.seed, question.prompts)
+        sampling = Sampling(recipe.evaluation.max_new_tokens, named_stop_tokens(recipe.target.path))
         task = _Task([prompt.ids for prompt in drawn], sampling, on_progress, 2 if question.plain_url is None else 3)
         with _server(recipe, question, folder) as server:
-            asked = _ask(server, question.model, subject, task)
-    if asked.block_size > config.block_size:
-        raise IncompatibleError(
-            f"{asked.url} drafts {asked.block_size - 1} tokens, run {checkpoint.run} was trained for "
-            f"{config.block_size - 1}; start it with the latter as num_speculative_tokens"
-        )
+            asked = _ask(server, question.model, held_out, task)
+        if asked.block_size > config.block_size:
+            raise IncompatibleError(
+                f"{asked.url} drafts {asked.block_size - 1} tokens, run {checkpoint.run} was trained for "
+                f"{config.block_size - 1}; start it with the latter as num_speculative_tokens"
+            )
+        # Only now: a server that we started wanted the same GPU, nearly all of it.
+        subject = load_subject(held_out, config, read_state(folder, config))
     decoded = _decode(subject, asked.block_size, task)
     plain = None if question.plain_url is None else _complete(Server(question.plain_url), None, task, 2)
     check = _compare(checkpoint.run, asked, decoded, plain)
@@ -119,10 +123,10 @@ class _Asked:
         return len(self.histogram)
 
 
-def _ask(server: Server, wanted: str | None, subject: Subject, task: _Task) -> _Asked:
+def _ask(server: Server, wanted: str | None, held_out: HeldOut, task: _Task) -> _Asked:
     model = server.model(wanted)
     before = server.counters()
-    _check_tokenizer(server, model, subject, task.prompts[0])
+    _check_tokenizer(server, model, held_out, task.prompts[0])
     completions = _complete(server, model, task, 0)
     counted = server.counters().since(before)
     given = sum(completion.count for completion in completions)
@@ -156,15 +160,15 @@ def _decode(subject: Subject, block_size: int, task: _Task) -> list[Generation]:
     return decoded
 
 
-def _check_tokenizer(server: Server, model: str, subject: Subject, prompt: Sequence[int]) -> None:
+def _check_tokenizer(server: Server, model: str, held_out: HeldOut, prompt: Sequence[int]) -> None:
     """Refuse a server that reads the same text as other tokens; one that cannot say passes."""
-    reference = subject.tokenizer.reference
+    reference = held_out.tokenizer.reference
     text = reference.decode(list(prompt[:PROBE_TOKENS]), skip_special_tokens=False)
     ours = tuple(reference.encode(text, add_special_tokens=False).ids)
     theirs = server.tokenize(model, text)
     if theirs is not None and theirs != ours:
         raise IncompatibleError(
-            f"{server.url} tokenizes the first prompt as {list(theirs[:8])}..., {subject.recipe.tokenizer_path} as "
+            f"{server.url} tokenizes the first prompt as {list(theirs[:8])}..., {held_out.recipe.tokenizer_path} as "
             f"{list(ours[:8])}...; serve the target with the tokenizer of the training"
         )
 

@@ -18,45 +18,68 @@ from dflash_core.tokenization.tokenizer import ChatTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Everything loaded, on its device."""
+class HeldOut:
+    """What is asked, and how it is read; no weights."""
 
     recipe: Recipe
-    config: DrafterConfig
-    drafter: Drafter
-    target: VerifyingTarget
     tokenizer: ChatTokenizer
     rows: RowStore
     split: Split
 
 
-def load_subject(
-    recipe: Recipe, config: DrafterConfig, state: dict[str, Tensor], training_set_hash: str | None
-) -> Subject:
-    """Load target and rows beside a drafter. Sets this process's torch threads to `training.placement.threads`.
+@dataclass(frozen=True)
+class Subject(HeldOut):
+    """Everything loaded, on its device."""
+
+    config: DrafterConfig
+    drafter: Drafter
+    target: VerifyingTarget
+
+
+def open_held_out(recipe: Recipe, config: DrafterConfig, training_set_hash: str | None) -> HeldOut:
+    """Open the rows of a training set for a drafter, after seeing that it fits the target.
 
     Args:
-        recipe: names target, stores and seed.
+        recipe: names target, stores, tokenizer and seed.
         config: the drafter's.
-        state: its tensors.
-        training_set_hash: whose held-out rows; None: the one frozen last.
+        training_set_hash: whose rows; None: those of the one frozen last.
 
     Raises:
         IncompatibleError: drafter and target do not fit; the message holds both values.
         UserError: no such training set.
     """
     check_fit(config, read_target_config(recipe.target.path))
-    if recipe.training.placement.threads:
-        torch.set_num_threads(recipe.training.placement.threads)
     training_set = load_training_set(recipe, training_set_hash)
     rows = open_rows(open_stores(recipe).derived, training_set, recipe.storage.work_dir, recipe.storage.downloads)
-    dtype, device = getattr(torch, recipe.target.dtype), torch.device(recipe.training.placement.targets[0])
-    return Subject(
+    return HeldOut(
         recipe=recipe,
-        config=config,
-        drafter=build_drafter(config, state, dtype).to(device).eval(),
-        target=load_verifying_target(recipe.target.path, config.target_layer_ids, dtype, device),
         tokenizer=load_tokenizer(recipe),
         rows=rows,
         split=split_rows(rows, recipe.seed, recipe.training.held_out_share),
+    )
+
+
+def load_subject(held_out: HeldOut, config: DrafterConfig, state: dict[str, Tensor]) -> Subject:
+    """Load drafter and target beside the rows. Sets this process's torch threads to `training.placement.threads`.
+
+    Args:
+        held_out: the rows; its recipe names target and device.
+        config: the drafter's.
+        state: its tensors.
+
+    Raises:
+        RecipeError: the target cannot be loaded.
+    """
+    recipe = held_out.recipe
+    if recipe.training.placement.threads:
+        torch.set_num_threads(recipe.training.placement.threads)
+    dtype, device = getattr(torch, recipe.target.dtype), torch.device(recipe.training.placement.targets[0])
+    return Subject(
+        recipe=recipe,
+        tokenizer=held_out.tokenizer,
+        rows=held_out.rows,
+        split=held_out.split,
+        config=config,
+        drafter=build_drafter(config, state, dtype).to(device).eval(),
+        target=load_verifying_target(recipe.target.path, config.target_layer_ids, dtype, device),
     )

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from dflash_core.evaluation.cache import CachedRows
 from dflash_core.training.target import load_frozen
@@ -41,8 +41,7 @@ class VerifyingTarget:
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Tokens that end an answer, from the generation config and the model's config."""
-        named = (self.model.generation_config.eos_token_id, self._config.eos_token_id)
-        return frozenset(token for entry in named for token in ([entry] if isinstance(entry, int) else entry or []))
+        return _all_of(self.model.generation_config.eos_token_id, self._config.eos_token_id)
 
     @property
     def embedding(self) -> Tensor:
@@ -145,6 +144,18 @@ def _hook(outputs: dict[int, Tensor], layer: int) -> Callable[[nn.Module, object
         outputs[layer] = hidden
 
     return hook
+
+
+def named_stop_tokens(folder: Path) -> frozenset[int]:
+    """`VerifyingTarget.stop_tokens` of a local Hugging Face folder, without loading its weights."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    named = folder / "generation_config.json"
+    generation = GenerationConfig.from_pretrained(folder, local_files_only=True) if named.exists() else None
+    return _all_of(None if generation is None else generation.eos_token_id, config.get_text_config().eos_token_id)
+
+
+def _all_of(*named: int | list[int] | None) -> frozenset[int]:
+    return frozenset(token for entry in named for token in ([entry] if isinstance(entry, int) else entry or []))
 
 
 def load_verifying_target(

@@ -1,16 +1,13 @@
 """A server is asked on held-out prompts and compared with our decoder; every way in which it does not fit is named."""
 
-import json
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from dflash_core import cli
@@ -18,122 +15,24 @@ from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.model import Drafter
 from dflash_core.errors import IncompatibleError, ObjectMissing, StorageError, UserError
 from dflash_core.evaluation import serve_check as serve_check_module
+from dflash_core.evaluation import subject as subject_module
 from dflash_core.evaluation.acceptance import acceptance_length
-from dflash_core.evaluation.decode import Generation, Sampling, generate, generate_plain
-from dflash_core.evaluation.drafts import Draft, DrafterDraft, NgramDraft
+from dflash_core.evaluation.decode import Generation, Sampling, generate_plain
+from dflash_core.evaluation.drafts import Draft, NgramDraft
 from dflash_core.evaluation.evaluate import evaluate_drafter
 from dflash_core.evaluation.ngram import NgramModel
 from dflash_core.evaluation.serve_check import Question, serve_check
 from dflash_core.evaluation.served import Counters, Server
-from dflash_core.evaluation.target import VerifyingTarget, load_verifying_target
+from dflash_core.evaluation.target import VerifyingTarget
 from dflash_core.evaluation.vllm_server import speculative_config, vllm_server
 from dflash_core.recipe import Evaluation, Export, Recipe
 from dflash_core.records import ServeCheck
 from dflash_core.storage.store import Store
-from dflash_core.tokenization.tokenizer import load_tokenizer
 from tests.drafter.conftest import RUN, finished
+from tests.evaluation.fake_server import Fake, Listen, listen
 
-__all__ = ["finished"]
+__all__ = ["finished", "listen"]
 Finished = tuple[Recipe, Drafter]
-
-
-@dataclass
-class Fake:
-    """A server that decodes as we do and counts as vLLM does; its fields make it another one."""
-
-    recipe: Recipe
-    drafter: Drafter
-    block_size: int = 4
-    metrics: bool = True
-    token_ids: bool = True
-    names: tuple[str, ...] = ("tiny",)
-    accepts: int | None = None
-    """Counts this many proposals of each step as accepted, whatever is true."""
-    third_token: int | None = None
-    """Says this instead of the third token."""
-    foreign_tokens: int = 0
-    """Given to somebody else at each request."""
-    tokenizer: Callable[[list[int]], list[int]] | None = None
-    counted: list[int] = field(default_factory=list)
-    generated: int = 0
-
-    def __post_init__(self) -> None:
-        self.target = load_verifying_target(
-            self.recipe.target.path, self.drafter.config.target_layer_ids, torch.float32, torch.device("cpu")
-        )
-        self.draft = DrafterDraft(
-            self.drafter.eval(), self.target.embedding, self.target.lm_head, block_size=self.block_size
-        )
-
-    def answer(self, path: str, body: dict[str, object]) -> tuple[int, str]:
-        if path == "/v1/models":
-            return 200, json.dumps({"data": [{"id": name} for name in self.names]})
-        if path == "/metrics":
-            return 200, self.counters() if self.metrics else "up 1.0\n"
-        if path == "/tokenize" and self.tokenizer is not None:
-            ids = load_tokenizer(self.recipe).reference.encode(str(body["prompt"]), add_special_tokens=False).ids
-            return 200, json.dumps({"tokens": self.tokenizer(ids)})
-        if path == "/v1/completions":
-            return 200, json.dumps(self.complete(body))
-        return 404, "no such path"
-
-    def complete(self, body: dict[str, object]) -> dict[str, object]:
-        assert body["temperature"] == 0
-        sampling = Sampling(int(str(body["max_tokens"])), frozenset(body["stop_token_ids"]))  # type: ignore[call-overload]
-        made = generate(self.target, self.draft, body["prompt"], sampling)  # type: ignore[arg-type]
-        for accepted, steps in enumerate(made.histogram):
-            self.counted += [accepted if self.accepts is None else self.accepts] * steps
-        tokens = list(made.tokens)
-        if self.third_token is not None:
-            tokens[2] = self.third_token
-        self.generated += len(tokens) + self.foreign_tokens
-        choice = {"text": "", "token_ids": tokens} if self.token_ids else {"text": ""}
-        return {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
-
-    def counters(self) -> str:
-        lines = ["# HELP vllm:x y", f'vllm:spec_decode_num_drafts_total{{engine="0"}} {float(len(self.counted))}']
-        lines.append(f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {float(sum(self.counted))}')
-        lines.append(f'vllm:generation_tokens_total{{engine="0",model_name="tiny"}} {float(self.generated)}')
-        for k in range(self.block_size - 1):
-            count = float(sum(accepted > k for accepted in self.counted))
-            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            lines.append(f'{name}{{engine="0",model_name="tiny",position="{k}"}} {count}')
-        return "\n".join(lines) + "\n"
-
-
-@pytest.fixture
-def listen() -> Iterator[Callable[[Callable[[str, dict[str, object]], tuple[int, str]]], str]]:
-    """Starts an HTTP server that answers with a function of (path, body); gives its address."""
-    running: list[ThreadingHTTPServer] = []
-
-    def start(answer: Callable[[str, dict[str, object]], tuple[int, str]]) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply({})
-
-            def do_POST(self) -> None:
-                self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def reply(self, body: dict[str, object]) -> None:
-                status, text = answer(self.path, body)
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", text)
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *_: object) -> None:
-                """Quiet."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        running.append(server)
-        return f"http://127.0.0.1:{server.server_address[1]}"
-
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture
@@ -149,9 +48,6 @@ def exported(finished: Finished) -> Finished:
     )
     export_drafter(recipe, RUN)
     return recipe, drafter
-
-
-Listen = Callable[..., str]
 
 
 def nothing(*_: object) -> None:
@@ -170,6 +66,29 @@ def test_an_equal_server_is_equal_step_by_step(exported: Finished, listen: Liste
     assert check.verdict.startswith("equal in every step")
     assert seen == [(done, 9) for done in range(1, 10)]
     assert s3.get_record(f"drafter_eval/{RUN}/serve_check.json", ServeCheck) == check
+
+
+def test_our_target_is_loaded_after_the_server_that_we_started_has_freed_the_gpu(
+    exported: Finished, listen: Listen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe, drafter = exported
+    url, events = listen(Fake(recipe, drafter).answer), list[str]()
+    load = subject_module.load_verifying_target
+
+    @contextmanager
+    def vllm(*_: object) -> Iterator[Server]:
+        events.append("vLLM starts")
+        yield Server(url)
+        events.append("vLLM ends")
+
+    def loaded(*arguments: Any) -> VerifyingTarget:
+        events.append("our target is loaded")
+        return load(*arguments)
+
+    monkeypatch.setattr(serve_check_module, "vllm_server", vllm)
+    monkeypatch.setattr(subject_module, "load_verifying_target", loaded)
+    assert serve_check(recipe, None, Question(None, vllm_python=tmp_path, prompts=2), nothing).agrees
+    assert events == ["vLLM starts", "vLLM ends", "our target is loaded"]
 
 
 def test_fewer_proposals_than_trained_are_compared_as_served(exported: Finished, listen: Listen) -> None:
@@ -288,7 +207,7 @@ def test_a_failure_while_the_server_is_asked_is_not_blamed_on_the_disk(
         raise OSError("no space left")
 
     recipe, _ = exported
-    monkeypatch.setattr(serve_check_module, "load_subject", full)
+    monkeypatch.setattr(serve_check_module, "open_held_out", full)
     with pytest.raises(OSError, match=r"^no space left$"):
         serve_check(recipe, None, Question("http://127.0.0.1:9"), nothing)
     monkeypatch.setattr(serve_check_module, "fetch_export", full)

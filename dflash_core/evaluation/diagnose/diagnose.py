@@ -36,7 +36,7 @@ from dflash_core.evaluation.diagnose.data import try_off_policy, try_template, t
 from dflash_core.evaluation.diagnose.shape import try_shapes
 from dflash_core.evaluation.measure import Progress
 from dflash_core.evaluation.prompts import held_out_prompts, served_ending
-from dflash_core.evaluation.subject import Subject, load_subject
+from dflash_core.evaluation.subject import Subject, load_subject, open_held_out
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, Record
 from dflash_core.storage.store import Store, open_stores
@@ -97,7 +97,7 @@ def diagnose(recipe: Recipe, run: str | None, folder: Path | None, on_progress: 
     if drafter.checkpoint is not None:
         check_target(drafter.checkpoint, recipe)
     training_set = None if drafter.checkpoint is None else drafter.checkpoint.training_set
-    subject = load_subject(recipe, drafter.config, drafter.state, training_set)
+    subject = load_subject(open_held_out(recipe, drafter.config, training_set), drafter.config, drafter.state)
     bench = make_bench(subject, [] if drafter.trained_config is None else [drafter.trained_config])
     trained = None if drafter.checkpoint is None else drafter.checkpoint.held_out_accepted_prefix
     return diagnose_bench(bench, drafter.name, trained, drafter.notes, on_progress)
