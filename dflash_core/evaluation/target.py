@@ -14,10 +14,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from dflash_core.errors import RecipeError
 from dflash_core.evaluation.cache import CachedRows
-from dflash_core.training.target import load_frozen
+from dflash_core.training.target import load_config, load_frozen
 
 
 class VerifyingTarget:
@@ -147,11 +149,19 @@ def _hook(outputs: dict[int, Tensor], layer: int) -> Callable[[nn.Module, object
 
 
 def named_stop_tokens(folder: Path) -> frozenset[int]:
-    """`VerifyingTarget.stop_tokens` of a local Hugging Face folder, without loading its weights."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    named = folder / "generation_config.json"
-    generation = GenerationConfig.from_pretrained(folder, local_files_only=True) if named.exists() else None
-    return _all_of(None if generation is None else generation.eos_token_id, config.get_text_config().eos_token_id)
+    """`VerifyingTarget.stop_tokens` of a local Hugging Face folder, without loading its weights.
+
+    Raises:
+        RecipeError: its config.json or generation_config.json cannot be used.
+    """
+    config = load_config(folder)
+    try:
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError as error:
+        if (folder / GENERATION_CONFIG_NAME).exists():
+            raise RecipeError(f"target.path {folder}: its {GENERATION_CONFIG_NAME} cannot be used: {error}") from None
+        generation = GenerationConfig.from_model_config(config)  # as transformers does when it loads the model
+    return _all_of(generation.eos_token_id, config.get_text_config().eos_token_id)
 
 
 def _all_of(*named: int | list[int] | None) -> frozenset[int]:

@@ -87,11 +87,7 @@ def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, de
         IncompatibleError: the model has no such layer.
     """
     safetensors_files(folder)  # refuses a folder that is not there or holds none, by name
-    try:
-        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"target.path {folder}: its config.json cannot be used: {error}") from None
-    config = whole.get_text_config()
+    config = load_config(folder).get_text_config()
     if layer_ids[-1] >= config.num_hidden_layers:
         raise IncompatibleError(
             f"target layer {layer_ids[-1]} does not exist in {folder}, which has layers 0 to "
@@ -102,6 +98,18 @@ def load_target(folder: Path, layer_ids: tuple[int, ...], dtype: torch.dtype, de
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     backbone = load_frozen(AutoModel, folder, dtype, config)
     return Target(backbone.eval().to(device), layer_ids, device)
+
+
+def load_config(folder: Path) -> Any:
+    """The transformers config of a local Hugging Face folder.
+
+    Raises:
+        RecipeError: there is none, or of an architecture that transformers does not have.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"target.path {folder}: its config.json cannot be used: {error}") from None
 
 
 def load_frozen(auto: Any, folder: Path, dtype: torch.dtype, config: Any = None) -> Any:

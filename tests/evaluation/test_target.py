@@ -1,4 +1,4 @@
-"""The verifying target: what is known of it without its weights."""
+"""The verifying target: what is known of it without its weights, and the text part of a vision-language checkpoint."""
 
 import json
 import shutil
@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from dflash_core.errors import RecipeError
 from dflash_core.evaluation.target import load_verifying_target, named_stop_tokens
+from tests.training.test_target import FAMILIES
+
+LAYER_IDS = (0, 2)
 
 
 @pytest.mark.parametrize("named", [None, 3, [3, 5]])
@@ -21,3 +26,28 @@ def test_stop_tokens_are_known_without_the_weights(target_folder: Path, tmp_path
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     loaded = load_verifying_target(folder, (1,), torch.float32, torch.device("cpu")).stop_tokens
     assert named_stop_tokens(folder) == loaded == {7, *(named if isinstance(named, list) else [named or 7])}
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"target: its generation_config\.json cannot be used"):
+        named_stop_tokens(folder)
+
+
+@pytest.fixture
+def vision(tmp_path: Path) -> tuple[PreTrainedModel, Path]:
+    """A whole vision-language model, as the published targets are, and its folder."""
+    torch.manual_seed(1)
+    model = FAMILIES["qwen3_5_vision"]().eval()
+    folder = tmp_path / "vision"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def test_a_vision_language_checkpoint_is_verified_by_its_text_part(vision: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = vision
+    target = load_verifying_target(folder, LAYER_IDS, torch.float32, torch.device("cpu"))
+    assert named_stop_tokens(folder) == target.stop_tokens
+    prompt = torch.randint(0, 97, (1, 21))
+    logits, features = target.admit(prompt)
+    with torch.no_grad():
+        whole = model(input_ids=prompt, output_hidden_states=True)
+    torch.testing.assert_close(logits, whole.logits[0, -1])
+    torch.testing.assert_close(features, torch.cat([whole.hidden_states[layer + 1] for layer in LAYER_IDS], -1))
