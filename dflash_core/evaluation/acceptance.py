@@ -90,7 +90,7 @@ def bootstrap(prompts: int, statistic: Callable[[NDArray[np.int64]], Counts]) ->
 
 def interval_text(interval: Interval | None) -> str:
     """For people."""
-    return "too few prompts" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+    return "too few prompts for an interval" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
 def _lengths(counts: Counts) -> Counts:

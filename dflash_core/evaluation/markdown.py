@@ -100,7 +100,7 @@ def _rivals(report: DrafterEval) -> list[tuple[str, str, str]]:
 
 def _response_mean(report: DrafterEval) -> str:
     left_out = report.responses_without_steps
-    beside = f" ({left_out} that ended with their first token left out)" if left_out else ""
+    beside = f" (left out: {left_out} that ended with the first token)" if left_out else ""
     return f"{report.acceptance_length_response_mean:.2f}{beside}"
 
 

@@ -145,7 +145,7 @@ def test_a_response_without_a_verification_step_is_left_out_of_the_mean_over_res
     lengths = [*report.acceptance_length_per_prompt]
     assert (lengths.pop(1), report.responses_without_steps) == (1.0, 1)
     assert report.acceptance_length_response_mean == pytest.approx(sum(lengths) / len(lengths))
-    assert "(1 that ended with their first token left out)" in s3.read(report.markdown).decode()
+    assert "(left out: 1 that ended with the first token)" in s3.read(report.markdown).decode()
 
 
 def test_the_clock_runs_only_after_each_side_has_decoded_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
