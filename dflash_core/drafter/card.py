@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dflash_core.drafter.config import DrafterConfig
+from dflash_core.drafter.vllm import vllm_environment
 from dflash_core.quality.histogram import quantiles
 from dflash_core.quality.statistics import MergedStatistics
 from dflash_core.recipe import Recipe
@@ -60,9 +61,9 @@ def model_card(config: DrafterConfig, of: Lineage) -> str:
 
 def _serving(config: DrafterConfig, recipe: Recipe) -> str:
     proposals = config.block_size - 1
-    mixed = len(set(config.layer_types)) > 1
+    environment = "".join(f"{name}={value} " for name, value in vllm_environment(config.layer_types).items())
     vllm = (
-        f"{'VLLM_USE_V2_MODEL_RUNNER=1 ' if mixed else ''}vllm serve TARGET --speculative-config "
+        f"{environment}vllm serve TARGET --speculative-config "
         f'\'{{"method": "dflash", "model": "THIS_FOLDER", "num_speculative_tokens": {proposals}}}\''
     )
     sglang = (

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dflash_core.drafter.vllm import vllm_environment
 from dflash_core.errors import UserError
 from dflash_core.evaluation.served import Server
 from dflash_core.supervised import free_ports, last_words, supervised
@@ -67,11 +69,12 @@ def vllm_server(
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port]
     command += ["--model", str(target), "--served-model-name", target.name, "--dtype", options.dtype]
     command += ["--enforce-eager", "--max-num-seqs", str(options.max_num_seqs), *options.more]
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(options.threads)}
     if drafter is not None:
+        environment |= vllm_environment(_layer_types(_config(drafter)))
         command += ["--speculative-config", json.dumps(speculative_config(drafter, options.speculative_tokens))]
         command += ["--worker-extension-cls", "dflash_vllm_cpu.ContextKeys"]
     server = Server(f"http://127.0.0.1:{port}")
-    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(options.threads)}
     with supervised(command, "TERM", STOP_TIMEOUT_S, log, environment) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not server.answers():
@@ -83,5 +86,16 @@ def vllm_server(
 
 def speculative_config(drafter: Path, proposals: int | None) -> dict[str, object]:
     """What vLLM is told about a drafter; its block holds the anchor and at most one proposal less than it has slots."""
-    most = json.loads((drafter / "config.json").read_text(encoding="utf8"))["block_size"] - 1
+    most = _config(drafter)["block_size"] - 1
     return {"method": "dflash", "model": str(drafter), "num_speculative_tokens": proposals or most}
+
+
+def _config(drafter: Path) -> dict[str, Any]:
+    """config.json of either form."""
+    table: dict[str, Any] = json.loads((drafter / "config.json").read_text(encoding="utf8"))
+    return table
+
+
+def _layer_types(config: dict[str, Any]) -> list[str]:
+    layers: dict[str, Any] = config.get("transformer_layer_config", config)
+    return list(layers["layer_types"])

@@ -1,5 +1,6 @@
 """A server is asked on held-out prompts and compared with our decoder; every way in which it does not fit is named."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -244,6 +245,22 @@ def test_vllm_is_told_one_proposal_less_than_the_block(tmp_path: Path) -> None:
             "model": str(tmp_path),
             "num_speculative_tokens": told,
         }
+
+
+@pytest.mark.parametrize("form", ["published", "speculators"])
+@pytest.mark.parametrize(("kinds", "told"), [("FF", ""), ("SS", ""), ("SF", "1")])
+def test_vllm_is_told_of_drafters_that_mix_sliding_and_full_layers(
+    tmp_path: Path, form: str, kinds: str, told: str
+) -> None:
+    layers = {"layer_types": [{"F": "full_attention", "S": "sliding_attention"}[kind] for kind in kinds]}
+    table = layers if form == "published" else {"transformer_layer_config": layers}
+    (tmp_path / "config.json").write_text(json.dumps(table | {"block_size": 4}))
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "runner=$VLLM_USE_V2_MODEL_RUNNER."\nexit 1\n')
+    python.chmod(0o755)
+    started = vllm_server(python, tmp_path, tmp_path, tmp_path / "log")
+    with pytest.raises(UserError, match=rf"does not serve .*runner={told}\."), started:
+        pass
 
 
 def test_the_command_prints_both_sides_and_fails_where_serving_is_lower(
