@@ -2,7 +2,7 @@
 
 Equal means equal: the same number of verification steps with the same number of accepted proposals each, by vLLM's
 counters and by ours, over stop tokens, token limits in the middle of a block, fewer proposals than trained, an untied
-lm_head, both exported forms and weights in several files.
+lm_head, sliding layers, both exported forms and weights in several files.
 """
 
 import json
@@ -117,6 +117,27 @@ def test_an_untied_lm_head_and_fewer_proposals_than_trained(
         length = require_equal(server, decoded, prompts, (60,), [ends])
     print(f"acceptance length {length:.3f}")
     assert length > 2
+
+
+def test_a_sliding_drafter_sees_in_vllm_what_it_sees_here(demo_drafter: Trained, serve: Serve, tmp_path: Path) -> None:
+    """Causal within its block and blind beyond a window that ends inside the prompts; the published decoder is neither.
+
+    All layers slide: mixed ones need vLLM's second model runner, which needs Triton, and its CPU environment has none.
+    """
+    drafter = tmp_path / "drafter"
+    shutil.copytree(demo_drafter.folder, drafter)
+    table = json.loads((drafter / "config.json").read_text())
+    table |= {"layer_types": ["sliding_attention"] * table["num_hidden_layers"]}
+    table |= {"use_sliding_window": True, "sliding_window": 48}
+    (drafter / "config.json").write_text(json.dumps(table))
+    prompts = questions(demo_drafter)
+    assert any(len(prompt) > 48 for prompt in prompts)
+    decoded = decode(DEMO_TARGET, drafter, prompts, (60,))
+    ends = json.loads((DEMO_TARGET / "config.json").read_text())["eos_token_id"]
+    with serve(DEMO_TARGET, drafter) as server:
+        length = require_equal(server, decoded, prompts, (60,), [ends])
+    print(f"acceptance length {length:.3f}")
+    assert length > 1.2
 
 
 @pytest.fixture(scope="module")
