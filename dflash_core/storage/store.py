@@ -171,7 +171,8 @@ class Store:
         if len(body.body) != stored.size or body.sha256 != stored.sha256:
             raise ObjectCorrupt(
                 f"{self.uri(stored.key)} has {len(body.body)} bytes with sha256 {body.sha256[:12]}, its manifest says "
-                f"{stored.size} with {stored.sha256[:12]}: it was damaged or overwritten; rematerialize it"
+                f"{stored.size} with {stored.sha256[:12]}: it was damaged or overwritten; delete it, then "
+                "rematerialize it"
             )
         return body.body
 

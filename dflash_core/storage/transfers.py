@@ -58,7 +58,8 @@ def download_file(store: Store, stored: StoredObject, path: Path) -> None:
             raise StorageError(f"reading {store.uri(stored.key)}: {error}; run the same command again") from error
         if aside.stat().st_size != stored.size or sha256_file(aside) != stored.sha256:
             raise ObjectCorrupt(
-                f"{store.uri(stored.key)} is not what its manifest says: it was damaged or replaced; rematerialize it"
+                f"{store.uri(stored.key)} is not what its manifest says: it was damaged or replaced; delete it, then "
+                "rematerialize it"
             )
         os.replace(aside, path)
     finally:

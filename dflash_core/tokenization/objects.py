@@ -84,7 +84,7 @@ def list_done(stores: Stores, fingerprint: str, partitions: Sequence[str]) -> di
 
 
 def find_done(stores: Stores, names: Names, source: SourceFile, there: Mapping[str, int]) -> FileDone | None:
-    """The file's result from an earlier run, if it is of this source and everything it names is there.
+    """The file's result from an earlier run, if it is of this source and everything it names is there as it was written.
 
     Raises:
         StorageError: the store cannot be asked.
@@ -95,8 +95,9 @@ def find_done(stores: Stores, names: Names, source: SourceFile, there: Mapping[s
         return None
     if not manifest.rows_kept:
         return None  # it failed then and is to fail again, with its reasons
-    if any(there.get(stored.key) != stored.size for stored in (manifest.shard, manifest.rejects)):
-        return None
+    for stored in (manifest.shard, manifest.rejects):
+        if there.get(stored.key) != stored.size or (stored.size and not stores.derived.holds(stored)):
+            return None
     try:
         statistics = FileStatistics.model_validate_json(stores.derived.read(manifest.statistics))
     except (ObjectMissing, ObjectCorrupt, ValueError):

@@ -115,7 +115,7 @@ def test_a_flipped_byte_that_no_checksum_of_the_store_shows_names_the_object(
 ) -> None:
     stored = s3.put("a", BODY)
     proxy.script = lambda request: "flip"
-    with pytest.raises(ObjectCorrupt, match=r"derived/a has 10240 bytes .*damaged or overwritten; rematerialize it"):
+    with pytest.raises(ObjectCorrupt, match=r"derived/a has 10240 bytes .*damaged or overwritten; delete it, then rem"):
         behind(proxy, bucket, request_checksums=False).read(stored)
 
 

@@ -100,6 +100,21 @@ def test_a_file_that_lost_any_object_is_done_again(make_recipe, stores, bucket, 
     assert objects(stores.derived) == before
 
 
+@pytest.mark.parametrize("damaged", ["shard", "rejects"])
+def test_a_file_whose_object_was_overwritten_with_as_many_bytes_is_done_again(
+    make_recipe, stores, bucket, damaged: str
+) -> None:
+    recipe = make_recipe(bucket=bucket)
+    stores.source.put("f2.jsonl", rows("f2") + b"{}\n")
+    list(process_files(recipe, list_sources(stores.source)))
+    before = objects(stores.derived)
+    key = getattr(Names(fingerprint(recipe), "f2"), damaged)
+    stores.derived.put(key, before[key][::-1])
+    done = by_partition(process_files(recipe, list_sources(stores.source)))
+    assert [p for p, outcome in done.items() if not outcome.skipped] == ["f2"]
+    assert objects(stores.derived) == before
+
+
 def test_bad_files_fail_alone_and_a_rerun_does_only_them(make_recipe, stores, bucket) -> None:
     recipe = make_recipe(bucket=bucket, workers=2)
     stores.source.put("bad.jsonl", b"{}\n")
