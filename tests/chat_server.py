@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 STALL_S = 60.0
 JSON = "application/json"
@@ -30,8 +31,8 @@ class Behaviour:
     delay_s: float = 0.0
     slots: int = 1 << 30
     """More requests at once are answered with 429."""
-    token_ids: bool = False
-    """False: `return_token_ids` is an unexpected field, 422."""
+    token_ids: bool | Literal["probe"] = False
+    """Otherwise `return_token_ids` is an unexpected field, 422; "probe": of all requests but the probes."""
     count_tokens: Callable[[str], int] = len
     extra_tokens: int = 0
     """More tokens a prompt than it has: another chat template."""
@@ -49,6 +50,8 @@ class Seen:
     requests: Counter[str] = field(default_factory=Counter)
     """By the prompt's text."""
     answers: int = 0
+    busy: int = 0
+    """Requests that met no free slot."""
     in_flight: int = 0
     most: int = 0
     slot_seconds: float = 0.0
@@ -116,9 +119,11 @@ class ChatServer:
                 self.seen.move(-1)
 
     async def _complete(self, body: dict[str, object], writer: asyncio.StreamWriter) -> None:
-        if "return_token_ids" in body and not self.behaviour.token_ids:
+        knows = self.behaviour.token_ids is True or (self.behaviour.token_ids == "probe" and body["max_tokens"] == 1)
+        if "return_token_ids" in body and not knows:
             return await _send(writer, 422, {"detail": "Unexpected fields in the request: {'return_token_ids'}"})
         if self.seen.in_flight > self.behaviour.slots:
+            self.seen.busy += 1
             return await _send(writer, 429, {"error": {"message": "too many requests"}}, "retry-after: 0.05\r\n")
         messages: list[dict[str, str]] = body["messages"]  # type: ignore[assignment]
         text = messages[-1]["content"]

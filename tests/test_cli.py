@@ -66,17 +66,17 @@ def completions(count: int, name: str = "") -> bytes:
 
 
 def test_verify_tokenize_freeze(recipe: Path, source: Store) -> None:
-    source.put("a.jsonl", completions(30) + b"broken\n")
+    source.put("a.jsonl", completions(30) + b"broken\n" * 5)
     source.put("b.jsonl", completions(20))
     source.put("c.jsonl", completions(1) + b'{"messages": [{"role": "[/INST]", "content": "x"}]}\n')
     verified = dflash("verify", "--recipe", str(recipe))
     assert verified.returncode == 0, verified.stderr
-    assert verified.stdout.startswith("3 of 3 files read, 53 rows, 2 rejected")
-    assert "a.jsonl:31" in verified.stderr
+    assert verified.stdout.startswith("3 of 3 files read, 57 rows, 6 rejected")
+    assert all(f"a.jsonl:{line}: invalid JSON" in verified.stderr for line in range(31, 36)), "every one is listed"
     assert "'[/INST]'" in verified.stderr
     tokenized = dflash("tokenize", "--recipe", str(recipe))
     assert tokenized.returncode == 0, tokenized.stderr
-    assert "3 of 3 files, 0 of them still valid: 53 rows read, 51 kept, 2 rejected" in tokenized.stdout
+    assert "3 of 3 files, 0 of them still valid: 57 rows read, 51 kept, 6 rejected" in tokenized.stdout
     assert "3 of them still valid" in dflash("tokenize", "--recipe", str(recipe)).stdout
     shown = dflash("inspect", "a:3", "--recipe", str(recipe))
     assert shown.returncode == 0, shown.stderr

@@ -75,7 +75,7 @@ def verify(partitions: PartitionsArgument = None, recipe: RecipeOption = DEFAULT
             else:
                 rows += outcome.rows_read
                 rejected += len(outcome.rejects)
-                for reject in outcome.rejects[:3]:
+                for reject in outcome.rejects:
                     errors.print(f"rejected {outcome.source.uri}:{reject.line}: {reject.reason} {reject.detail}")
     print(f"{len(sources) - failed} of {len(sources)} files read, {rows:,} rows, {rejected:,} rejected")
     raise typer.Exit(1 if failed else 0)

@@ -37,6 +37,16 @@ class Line(NamedTuple):
     text: bytes | None
 
 
+def check_size(what: str, size: int) -> None:
+    """Refuse an object of too many bytes before it is read, or written; `what` names it.
+
+    Raises:
+        UnreadableFile: it has more than MAX_OBJECT_BYTES.
+    """
+    if size > MAX_OBJECT_BYTES:
+        raise UnreadableFile(f"{what} has {size} bytes, more than the {MAX_OBJECT_BYTES} of one file; split it")
+
+
 def read_lines(
     body: bytes, where: str, *, max_text: int = MAX_TEXT_BYTES, max_line: int = MAX_LINE_BYTES
 ) -> Iterator[Line]:

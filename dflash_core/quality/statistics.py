@@ -163,7 +163,7 @@ def file_statistics(partition: str, rows: RenderedRows, rejects: Sequence[Reject
         partition: its partition key.
         rows: all rendered rows.
         rejects: rows that were never rendered (a row dropped after rendering is in `rows`, not in here).
-        lines_read: non-blank lines, counted by the reader.
+        lines_read: all lines, blank ones too, counted by the reader.
 
     Raises:
         ValueError: a line is neither rendered nor rejected (row conservation).

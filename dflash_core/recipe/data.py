@@ -27,7 +27,7 @@ class Storage(Section):
     work_dir: Path = Path(".dflash/work")
     """Local scratch: memory-mapped shards and training checkpoints on their way to S3."""
     downloads: Positive = 32
-    """Downloads in flight over all worker processes together."""
+    """Downloads in flight over all worker processes together; a process holds at most 24 MiB of files, however."""
     uploads: Positive = 32
     """Uploads in flight over all worker processes together."""
     attempts: Positive = 5
@@ -80,7 +80,7 @@ class Tokenization(Section):
     audit_share: Share = 0.0005
     """Of the rows that the fast backend encoded: the reference encodes them again, and has to agree."""
     workers: int = Field(0, ge=0)
-    """Worker processes; 0: one per core."""
+    """Worker processes; 0: one per core. At most as many as downloads or uploads may be in flight."""
 
 
 class Gate(Section):

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from dflash_core.errors import ObjectChanged, ObjectCorrupt, ObjectMissing, StorageError
 from dflash_core.recipe import Recipe, Storage
 from dflash_core.records import Record, SourceFile, StoredObject
-from dflash_core.storage.addresses import check_url
+from dflash_core.storage.addresses import check_resolved
 from dflash_core.storage.keys import is_completions, partition_key
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def make_client(storage: Storage, credentials: tuple[str, str] | None = None) ->
         RecipeError: the endpoint is no http(s) address or a link-local one.
     """
     if storage.endpoint_url is not None:
-        check_url(storage.endpoint_url, "storage.endpoint_url")
+        check_resolved(storage.endpoint_url, "storage.endpoint_url")
     checksums: Literal["when_supported", "when_required"] = (
         "when_supported" if storage.request_checksums else "when_required"
     )

@@ -19,7 +19,7 @@ from dflash_core.errors import ObjectMissing, UserError
 from dflash_core.quality.flags import Flag
 from dflash_core.recipe import Recipe
 from dflash_core.records import Reject, ShardManifest
-from dflash_core.storage.keys import partition_key
+from dflash_core.storage.keys import is_completions, partition_key
 from dflash_core.storage.store import Stores, open_stores
 from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.fingerprint import fingerprint
@@ -88,14 +88,14 @@ def inspect_row(recipe: Recipe, address: str) -> InspectedRow:
 
     Args:
         recipe: names stores and tokenizer.
-        address: FILE is a partition or the path below the source prefix, ROW a row id or else a line number; without
-            ROW it is the file's first row.
+        address: FILE is a partition or the path below the source prefix, .jsonl or not; ROW a row id or else a line
+            number, without it the file's first row.
 
     Raises:
         UserError: the file is not tokenized, there is no such row, or it was rejected (with the reason).
     """
     file, _, row = address.partition(":")
-    partition = file if _is_partition(file) else partition_key(file, "")
+    partition = file if _is_partition(file) else partition_key(file if is_completions(file) else f"{file}.jsonl", "")
     stores, names = open_stores(recipe), Names(fingerprint(recipe), partition)
     try:
         manifest = stores.derived.get_record(names.manifest, ShardManifest)

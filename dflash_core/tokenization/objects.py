@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflash_core import TOKENIZATION_VERSION
-from dflash_core.completions.lines import MAX_OBJECT_BYTES
+from dflash_core.completions.lines import check_size
 from dflash_core.errors import ObjectCorrupt, ObjectMissing, UnreadableFile
 from dflash_core.quality.statistics import FileStatistics
 from dflash_core.records import ShardManifest, SourceFile
@@ -84,7 +84,7 @@ def list_done(stores: Stores, fingerprint: str, partitions: Sequence[str]) -> di
 
 
 def find_done(stores: Stores, names: Names, source: SourceFile, there: Mapping[str, int]) -> FileDone | None:
-    """The file's result from an earlier run, if it is of this source and everything it names is there as it was written.
+    """The file's result from an earlier run, if it is of this source and all it names is there as it was written.
 
     Raises:
         StorageError: the store cannot be asked.
@@ -113,10 +113,7 @@ def read_source(stores: Stores, source: SourceFile) -> Download:
         ObjectChanged: it was replaced since.
         StorageError: it cannot be read.
     """
-    if source.size > MAX_OBJECT_BYTES:
-        raise UnreadableFile(
-            f"{source.uri} has {source.size} bytes, more than the {MAX_OBJECT_BYTES} of one file; split it"
-        )
+    check_size(source.uri, source.size)
     return stores.source.get(source.key.removeprefix(stores.source.prefix), etag=source.etag)
 
 

@@ -48,7 +48,8 @@ def process_files(recipe: Recipe, sources: Sequence[SourceFile]) -> Iterator[Fil
             yield found
     order = {source.partition: i for i, source in enumerate(sources)}
     pending.sort(key=lambda source: order[source.partition])
-    processes = min(recipe.tokenization.workers or len(os.sched_getaffinity(0)), len(pending))
+    limits = recipe.storage.downloads, recipe.storage.uploads  # over all processes: none may be left without a share
+    processes = min(recipe.tokenization.workers or len(os.sched_getaffinity(0)), len(pending), *limits)
     if processes > 1:
         with WorkerPool(recipe, processes) as pool:
             yield from pool.run(pending)

@@ -135,6 +135,8 @@ class ExactEncoder:
             raise Refused("malformed engine ids", f"an id beyond the tokenizer's {vocabulary}")
         ids = np.array([*prompt, *answer], np.int32)
         flags, finish_reason = Flag.ENGINE_IDS, completion.finish_reason
+        if finish_reason == "length":
+            flags |= Flag.TRUNCATED_BY_LENGTH
         try:
             text = self.renderer.render(completion, turn)
             row = self.text_row(text)

@@ -20,6 +20,8 @@ from dflash_core.tokenization.template import template_message
 from dflash_core.tokenization.tokenizer import ChatTokenizer
 
 SENTINEL_THOUGHT, SENTINEL_ANSWER, SENTINEL_NEXT, SENTINEL_CALL = "Qzthoughtq", "Qzanswerq", "Qznextq", "Qzcallq"
+MAX_LAYOUTS = 256
+"""Remembered: one by structure of a conversation, and no two long conversations with tools need be alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ class TurnRenderer:
             ends_in_thought,
         )
         if key not in self._layouts:
+            if len(self._layouts) >= MAX_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = self._learn_layout(messages, tools, ends_in_thought)
         return self._layouts[key]
 

@@ -1,9 +1,14 @@
 """An address that is refused is one sentence, and the sentence gives no secret away."""
 
+import socket
+from typing import Any
+
 import pytest
 
 from dflash_core.errors import RecipeError
+from dflash_core.recipe import Storage
 from dflash_core.storage.addresses import check_url
+from dflash_core.storage.store import make_client
 
 
 @pytest.mark.parametrize(
@@ -23,6 +28,18 @@ def test_what_is_refused_shows_no_secret(url: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=f"^here.*{sentence}") as refused:
         check_url(url, "here")
     assert "s3cret" not in str(refused.value)
+
+
+def test_a_store_whose_name_is_that_of_a_metadata_service_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *rest: Any, **named: Any) -> Any:
+        return real("169.254.169.254" if host == "metadata.example" else host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for host in ("metadata.example", "2852039166"):
+        with pytest.raises(RecipeError, match=rf"endpoint_url names {host}, which is 169\.254\.169\.254"):
+            make_client(Storage(bucket="b", endpoint_url=f"http://{host}"))
 
 
 def test_what_is_right_passes() -> None:

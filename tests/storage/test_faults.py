@@ -101,6 +101,16 @@ def test_a_write_whose_answer_is_lost_is_there_once_and_whole(proxy: Proxy, far:
     assert sum(proxy.seen.values()) == 2
 
 
+def test_a_lost_answer_does_not_hide_who_was_first(proxy: Proxy, far: Store, s3: Store) -> None:
+    proxy.script = first(1, "lose answer", "PUT")
+    assert far.create("a", BODY), "the second try found its own first"
+    assert not far.create("a", BODY[::-1])
+    assert s3.get("a").body == BODY
+    s3.put("b", BODY[::-1])
+    assert not far.create("b", BODY)
+    assert s3.get("b").body == BODY[::-1]
+
+
 def test_a_byte_flipped_on_the_way_is_read_again(proxy: Proxy, far: Store, s3: Store) -> None:
     stored = s3.put("a", BODY)
     proxy.script = first(1, "flip")

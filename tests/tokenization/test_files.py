@@ -195,6 +195,15 @@ def test_engine_ids_and_drift_are_counted(tokenizers) -> None:
     assert sum(Flag.ENGINE_IDS | Flag.DRIFT in flags for flags in flagged) == 1
 
 
+def test_an_engines_truncated_row_is_one_though_its_text_cannot_be_rendered(tokenizers) -> None:
+    engine = {"prompt_token_ids": [5, 6], "completion_token_ids": [7, 8, 9], "finish_reason": "length"}
+    middle = [{"role": role, "content": "q"} for role in ("user", "system", "user")]
+    row = {"id": "1", "messages": [*middle, {"role": "assistant", "content": "cut"}], **engine}
+    statistics = tokenizers().tokenize(json.dumps(row).encode(), source(), "0" * 64).statistics
+    (flags,) = map(Flag, statistics.flag_sets)
+    assert Flag.ENGINE_IDS | Flag.DRIFT | Flag.TRUNCATED_BY_LENGTH | Flag.NO_TERMINATOR in flags
+
+
 def test_many_batches_give_the_rows_of_one(make_recipe, monkeypatch) -> None:
     body = b"\n".join(line(id=str(i), completion=ANSWER + f" {i}") for i in range(40))
     tokenizer = FileTokenizer(make_recipe())

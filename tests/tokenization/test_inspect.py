@@ -71,6 +71,7 @@ def test_a_row_is_shown_as_it_is_stored(recipe: Recipe) -> None:
         ("part%20one%2Ffile", "q:1"),
         ("part%20one%2Ffile:1", "q:1"),
         ("part one/file.jsonl:4", "4"),
+        ("part one/file:4", "4"),
         ("part one/file.jsonl:q:2", "q:2"),
         ("part%20one%2Ffile:2", "q:2"),
     ],
@@ -95,6 +96,9 @@ def test_a_rejected_row_says_why(recipe: Recipe) -> None:
         inspect_row(recipe, "part%20one%2Ffile:q:9")
     with pytest.raises(UserError, match="nowhere has no shard with fingerprint"):
         inspect_row(recipe, "nowhere")
+    for address, partition in (("my file", "my%20file"), ("sub/part-03:1", "sub%2Fpart-03"), ("", r"\.jsonl")):
+        with pytest.raises(UserError, match=f"^{partition} has no shard with fingerprint"):
+            inspect_row(recipe, address)
 
 
 def test_the_terminal_gets_all_the_text_and_no_control_characters(recipe: Recipe) -> None:

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +142,27 @@ def test_lost_answers_and_bursts_of_errors_leave_the_bytes_of_a_clean_run(
     assert not failed(run(far(2), stores))
     assert sum(proxy.seen.values()) > 4 * FILES
     assert objects(stores.derived) == clean_objects(make_recipe, bucket, stores)
+
+
+def test_no_more_objects_are_in_flight_than_the_recipe_says(stores: Stores, proxy: Proxy, far) -> None:
+    """However many worker processes there are."""
+    lock, now, most = threading.Lock(), Counter[str](), Counter[str]()
+
+    def script(request: Request) -> None:
+        if request.method == "GET" and "completions" not in request.path:
+            return
+        with lock:
+            now[request.method] += 1
+            most[request.method] = max(most[request.method], now[request.method])
+        time.sleep(0.05)
+        with lock:
+            now[request.method] -= 1
+
+    proxy.script = script
+    recipe = far(4)
+    storage = recipe.storage.model_copy(update={"downloads": 2, "uploads": 2})
+    assert not failed(run(recipe.model_copy(update={"storage": storage}), stores))
+    assert max(most.values()) <= 2
 
 
 RUN = """

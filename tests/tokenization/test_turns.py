@@ -304,6 +304,16 @@ def test_two_questions_in_a_row_are_both_in_the_prompt(tokenizers: Tokenizers) -
     assert "one<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in text(tokenizers(), row)
 
 
+def test_what_is_remembered_of_layouts_has_an_end(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_core.tokenization.turns.MAX_LAYOUTS", 4)
+    tokenizer = tokenizers("generated")
+    remembered = tokenizer.reference.renderer._layouts
+    remembered.clear()
+    made = [row_of(tokenizer, messages=chat("q", "a") * turns).ids.tolist() for turns in (1, 2, 3, 4, 5, 6, 1)]
+    assert len(remembered) <= 4
+    assert made[0] == made[-1]
+
+
 def test_engine_ids_are_used_untouched_and_drift_is_noted(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers()
     row = row_of(tokenizer, messages=chat("q", "answer", reasoning_content="hm"))

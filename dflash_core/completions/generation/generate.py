@@ -176,14 +176,17 @@ class _Generation:
 
     async def _file(self, work: FileWork, sent: asyncio.Event) -> None:
         """One file from its first request to its manifest; `sent` is set when the next file may send."""
-        reason = ""
+        reason, complete = "", False
         try:
-            try:
-                async with asyncio.TaskGroup() as requests:
-                    await self._send(work, requests, sent)
-            except* UnreadableFile as group:
-                reason = str(_first(group))
-            await self._commit_patiently(work)
+            while not reason and not complete:
+                try:
+                    async with asyncio.TaskGroup() as requests:
+                        await self._send(work, requests, sent)
+                except* UnreadableFile as group:
+                    reason = str(_first(group))
+                await self._commit_patiently(work)
+                # Another process may have been first, with an answer so bad that the plan asks on.
+                complete = not reason and await asyncio.to_thread(work.is_answered)
             if not reason:
                 manifest = await asyncio.to_thread(work.finish)
                 self._outcomes.put_nowait(FileGenerated(manifest, skipped=False))
@@ -215,8 +218,9 @@ class _Generation:
             await self._slots.acquire()
             task = requests.create_task(self._settle(work, prompt, request))
             task.add_done_callback(lambda _: self._slots.release())
-        self._meter.settled += work.known
-        self._meter.known_bytes += work.known * work.bytes_a_line
+        if not sent.is_set():
+            self._meter.settled += work.known
+            self._meter.known_bytes += work.known * work.bytes_a_line
         sent.set()
 
     async def _settle(self, work: FileWork, prompt: Prompt, request: Request | None) -> None:
@@ -226,7 +230,7 @@ class _Generation:
             answer = await self._servers.ask(prompt, request, self.plan)
             if isinstance(answer, NoAnswer):
                 work.no_answers[prompt.line] = answer
-                outcome = "refused" if answer.refused else "unanswered"
+                outcome = answer.outcome
                 break
             work.asked += 1
             self._meter.answered(answer)

@@ -30,7 +30,7 @@ async def check_server(
     """Everything that can be known before the first prompt; what could not be checked, a sentence each.
 
     Args:
-        connection: to the server; where it does not know `return_token_ids`, it is told not to ask for them.
+        connection: to the server.
         plan: the recipe's.
         prompt_ids: what the server should make of a prompt.
         first: the first real prompt; it is compared, too.
@@ -74,19 +74,8 @@ def _expected(prompt_ids: PromptIds, prompt: Prompt) -> Sequence[int] | None:
 
 
 async def _ask(connection: Connection, prompt: Prompt, plan: Plan) -> Answer:
-    """One token, all else as in earnest; without token ids where the server refuses to be asked for them."""
-    request = Request("", 0, 1, 0 if plan.generation.sampling.seed else None)
-    try:
-        return await connection.ask(prompt, request, plan)
-    except Trouble as trouble:
-        if trouble.kind != "refused" or not connection.gives_token_ids:
-            raise
-    connection.gives_token_ids = False
-    try:
-        return await connection.ask(prompt, request, plan)
-    except Trouble:
-        connection.gives_token_ids = True  # it was the prompt that is refused
-        raise
+    """One token, all else as in earnest."""
+    return await connection.ask(prompt, Request("", 0, 1, 0 if plan.generation.sampling.seed else None), plan)
 
 
 def _compare(url: str, answer: Answer, expected: Sequence[int]) -> list[str]:

@@ -11,9 +11,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from dflash_core.completions.generation.answers import Answer, Plan, Request
-from dflash_core.completions.generation.limits import Limit
+from dflash_core.completions.generation.limits import LONGEST_REST_S, Limit
 from dflash_core.completions.generation.prompts import Prompt
 from dflash_core.completions.generation.wire import Connection, Trouble
 from dflash_core.errors import UserError
@@ -38,6 +39,11 @@ class NoAnswer:
     refused: bool
     """By the server, for good; else nothing worked within the recipe's attempts and time."""
     reason: str
+
+    @property
+    def outcome(self) -> Literal["refused", "unanswered"]:
+        """What the prompt counts as."""
+        return "refused" if self.refused else "unanswered"
 
 
 @dataclass
@@ -99,7 +105,7 @@ class Servers:
                         return NoAnswer(True, trouble)
                     if failures >= self._generation.attempts:
                         return NoAnswer(False, f"{failures} tries failed, the last with {trouble}")
-                    await asyncio.sleep(max(found.rest_s, wait_s) * self._jitter.uniform(0.5, 1.0))
+                    await asyncio.sleep(max(min(found.rest_s, LONGEST_REST_S), wait_s) * self._jitter.uniform(0.5, 1.0))
                     wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
         except TimeoutError:
             return NoAnswer(

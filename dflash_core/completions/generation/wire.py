@@ -147,7 +147,10 @@ class Connection:
         await self._client.close()
 
     async def ask(self, prompt: Prompt, request: Request, plan: Plan) -> Answer:
-        """Send one request; a usable answer, or Trouble, or ServerRefuses."""
+        """Send one request; a usable answer, or Trouble, or ServerRefuses.
+
+        Where it is refused with the wish for token ids and answered without, they are not asked for any more.
+        """
         body: dict[str, Json] = {"model": plan.generation.model, "messages": wire_messages(prompt.messages)}
         body |= sampling_fields(plan.generation.sampling) | {"max_tokens": request.max_tokens, "stream": False}
         if request.seed is not None:
@@ -159,7 +162,13 @@ class Connection:
         if self.gives_token_ids:
             body["return_token_ids"] = True
         began = time.monotonic()
-        answer = await self._send("POST", "/chat/completions", body)
+        try:
+            answer = await self._send("POST", "/chat/completions", body)
+        except Trouble as trouble:
+            if trouble.kind != "refused" or not body.pop("return_token_ids", False):
+                raise
+            answer = await self._send("POST", "/chat/completions", body)
+            self.gives_token_ids = False
         return self._read(answer, time.monotonic() - began, plan.generation.model)
 
     async def models(self) -> list[Mapping[str, Json]]:

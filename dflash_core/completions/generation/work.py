@@ -22,7 +22,7 @@ from dflash_core.completions.generation.answers import Answer, Outcome, Plan, Re
 from dflash_core.completions.generation.ledger import Ledger
 from dflash_core.completions.generation.prompts import Prompt, PromptFile, wire_messages
 from dflash_core.completions.generation.servers import NoAnswer
-from dflash_core.completions.lines import read_lines
+from dflash_core.completions.lines import check_size, read_lines
 from dflash_core.errors import UnreadableFile
 from dflash_core.records import GeneratedFile, Reject, SourceFile, StoredObject
 from dflash_core.storage.keys import object_key
@@ -72,13 +72,18 @@ class FileWork:
     began: float = field(default_factory=time.monotonic)
 
     def pending(self) -> Iterator[tuple[Prompt, Request]]:
-        """Every prompt that is not settled yet, with what is to be asked next."""
+        """Every prompt that is not settled yet, with what is to be asked next; all others are counted anew."""
+        self.known = self.settled = 0
+        self.bad.clear()
         for prompt in self.prompts:
             if isinstance(prompt, Reject):
                 self.known += 1
                 continue
             request, outcome = self._chain(prompt)
-            if outcome is None:
+            missing = self.no_answers.get(prompt.line)
+            if missing is not None:
+                self.settle(missing.outcome)
+            elif outcome is None:
                 yield prompt, request
             else:
                 self.known += 1
@@ -89,10 +94,12 @@ class FileWork:
         """What one line of the prompts weighs in progress."""
         return self.source.size / self.lines
 
-    @property
     def is_answered(self) -> bool:
-        """Whether the ledger holds all that is needed."""
-        return all(isinstance(prompt, Reject) or self._chain(prompt)[1] is not None for prompt in self.prompts)
+        """Whether the ledger holds all that is needed, prompts left aside that got no answer in this run."""
+        return all(
+            isinstance(prompt, Reject) or prompt.line in self.no_answers or self._chain(prompt)[1] is not None
+            for prompt in self.prompts
+        )
 
     def settle(self, outcome: str) -> None:
         """A prompt has its last answer, or none for good.
@@ -110,7 +117,8 @@ class FileWork:
         """Write completions, rejects and manifest. Everything must have been settled and committed.
 
         Raises:
-            UnreadableFile: too many answers are bad, or none can be kept; or a foreign file is in the place.
+            UnreadableFile: too many answers are bad, or none can be kept; a foreign file is in the place; or the file
+                would be too large for `tokenize`.
             StorageError: the store refuses or is unreachable.
         """
         self._check_hope()
@@ -124,6 +132,7 @@ class FileWork:
                     file.write(self._line(prompt, tally))
             if not tally.written:
                 raise UnreadableFile(f"no answer can be kept: {_counted(tally.reasons)}")
+            check_size(f"what {self.source.uri} became", path.stat().st_size)
             rejects = b"".join(reject.model_dump_json().encode() + b"\n" for reject in tally.rejects)
             stored_rejects = self.stores.derived.put(
                 f"generated_completions/{self.source.partition}/rejects.jsonl", rejects, "application/jsonl"
@@ -173,9 +182,8 @@ class FileWork:
             return tally.reject(prompt)
         missing = self.no_answers.get(prompt.line)
         if missing is not None:
-            outcome = "refused" if missing.refused else "unanswered"
-            tally.outcomes[outcome] += 1
-            return tally.reject(Reject(line=prompt.line, reason=outcome, detail=missing.reason))
+            tally.outcomes[missing.outcome] += 1
+            return tally.reject(Reject(line=prompt.line, reason=missing.outcome, detail=missing.reason))
         request, _ = self._chain(prompt)
         place = self.ledger.find(request.key)
         assert place is not None, "a prompt was never settled"
@@ -240,6 +248,7 @@ def open_work(source: SourceFile, plan: Plan, stores: Stores, work_dir: Path, *,
     if anew:
         for key in sorted((key for key, _, _ in stores.derived.list(prefix)), reverse=True):  # a kill leaves no gap
             delete_object(stores.derived, key)
+    check_size(source.uri, source.size)
     got: Download = stores.prompts.get(source.key.removeprefix(stores.prompts.prefix), etag=source.etag)
     prompts = PromptFile(got.body, source.uri, plan.generation.answers_in_prompts)
     lines = sum(1 for _ in read_lines(got.body, source.uri))
@@ -248,7 +257,7 @@ def open_work(source: SourceFile, plan: Plan, stores: Stores, work_dir: Path, *,
     work = FileWork(
         source, plan, stores, work_dir, prompts, got.sha256, lines, Ledger(stores.derived, prefix, work_dir)
     )
-    if not work.is_answered:
+    if not work.is_answered():
         work.check_place()
     return work
 

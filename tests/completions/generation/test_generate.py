@@ -1,6 +1,7 @@
 """Every prompt once, in order, with all that it came from, whatever the server does and however often it is killed."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dflash_core.completions.generation.answers import Answer
 from dflash_core.completions.generation.generate import FileGenerated, FileNotGenerated, FileOutcome, Watch
 from dflash_core.completions.generation.inputs import list_prompts, plan_of
 from dflash_core.completions.generation.progress import Progress
@@ -321,6 +323,52 @@ def test_a_busy_server_is_not_overrun(
     server = serve(delay_s=0.02, slots=4)
     (manifest,) = made(generate(recipe_on(server, concurrency=64)))
     assert manifest.outcomes == {"good": 200}
+    assert 0 < server.seen.busy < 100
+
+
+def test_another_process_that_was_first_with_a_worse_answer_is_asked_on(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate, stores: Stores, tmp_path: Path
+) -> None:
+    """First committed answer wins; if that is one to ask again after, the file is not finished without."""
+    prompts("a", ["One?", "Two?"])
+    recipe = recipe_on(serve(delay_s=1), commit_every_s=1000)
+    plan, (source,) = plan_of(recipe), list_prompts(recipe)
+    other = open_work(source, plan, stores, tmp_path, anew=False)
+    first, _ = (request for _, request in other.pending())
+    empty = Answer(
+        content="", finish_reason="stop", prompt_tokens=1, completion_tokens=1, model="tiny", server="x", seconds=1.0
+    )
+    other.ledger.add(first.key, empty)
+    committed: list[bool] = []
+
+    def commit(progress: Progress) -> None:
+        if progress.in_flight and not committed:
+            committed.append(True)
+            other.ledger.commit()
+
+    (manifest,) = made(generate(recipe, watch=Watch(on_progress=commit)))
+    assert committed
+    assert manifest.outcomes == {"good": 2}
+    assert manifest.asked == 3
+    assert [row["messages"][-1]["content"] for row in rows_of(stores, "a")] == [answer_to("One?"), answer_to("Two?")]
+
+
+def test_files_beyond_the_cap_are_refused_with_a_sentence(
+    serve: Serve,
+    recipe_on: MakeRecipe,
+    prompts: Prompts,
+    generate: Generate,
+    stores: Stores,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of prompts before they are read, of completions before they are written."""
+    prompts("a", ["One?"])
+    recipe = recipe_on(serve())
+    (size,) = (size for _, size, _ in stores.prompts.list())  # type: ignore[union-attr]
+    for most, what in ((size - 1, f"/prompts/a.jsonl has {size} bytes"), (size, "what s3://.*/a.jsonl became has")):
+        monkeypatch.setattr("dflash_core.completions.lines.MAX_OBJECT_BYTES", most)
+        assert re.search(rf"{what}.*more than the {most} of one file; split it", reason_of(generate(recipe)))
+    assert list(stores.source.list()) == []
 
 
 def test_compressed_prompts_give_compressed_completions(

@@ -64,6 +64,16 @@ def test_token_ids_are_done_without_where_the_server_refuses_them(
     assert not any("return_token_ids" in body for body in server.seen.bodies)
 
 
+def test_token_ids_are_done_without_where_the_server_refuses_them_later(
+    serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
+) -> None:
+    """Another server may stand behind the same address from one request to the next."""
+    prompts("a", ["Hi?", "Ho?"])
+    (outcome,) = generate(recipe_on(serve(token_ids="probe")))
+    assert isinstance(outcome, FileGenerated)
+    assert outcome.manifest.outcomes == {"good": 2}
+
+
 def test_a_first_prompt_that_is_refused_does_not_stop_the_others(
     serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
 ) -> None:

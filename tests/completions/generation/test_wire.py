@@ -10,6 +10,7 @@ from pydantic import SecretStr
 
 from dflash_core.completions.generation.answers import Answer, Plan
 from dflash_core.completions.generation.prompts import Prompt
+from dflash_core.completions.generation.servers import NoAnswer, Servers
 from dflash_core.completions.generation.wire import Connection, ServerRefuses, Trouble
 from dflash_core.completions.record import Message
 from dflash_core.errors import RecipeError
@@ -48,6 +49,34 @@ def test_trouble_has_a_kind(serve: Serve, recipe_on: MakeRecipe, mischief: str, 
     with pytest.raises(Trouble) as caught:
         ask(recipe, f"[always:{mischief}]")
     assert caught.value.kind == kind
+
+
+def test_a_server_that_wants_to_be_left_alone_for_a_day_is_asked_again(
+    recipe_on: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("limits", "servers"):
+        monkeypatch.setattr(f"dflash_core.completions.generation.{module}.LONGEST_REST_S", 0.1)
+    recipe = recipe_on("http://127.0.0.1:9/v1", total_timeout_s=20)
+    assert recipe.generation is not None
+    plan = Plan(recipe.generation, 0, {})
+    prompt = Prompt(1, "1", (Message("user", "Hi?"),), (), "hash")
+    good = Answer(
+        content="Ho.", finish_reason="stop", prompt_tokens=1, completion_tokens=1, model="m", server="s", seconds=0.1
+    )
+
+    trouble = [Trouble("overloaded", "429", rest_s=86_400.0)]
+
+    class Busy(Connection):
+        async def ask(self, *_: object) -> Answer:
+            if trouble:
+                raise trouble.pop()
+            return good
+
+    async def ask() -> Answer | NoAnswer:
+        servers = Servers([Busy(plan.generation.servers[0], plan.generation, None)], plan.generation)
+        return await servers.ask(prompt, plan.first(prompt), plan)
+
+    assert asyncio.run(ask()) == good
 
 
 def test_a_redirect_is_not_followed(serve: Serve, recipe_on: MakeRecipe) -> None:
@@ -93,11 +122,22 @@ def test_wrong_addresses_are_refused(url: str, recipe_on: MakeRecipe) -> None:
         ask(recipe_on(url), "fine")
 
 
-@pytest.mark.parametrize("address", ["169.254.169.254", "fe80::1%eth0", "224.0.0.1", "fd00:ec2::254"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254",
+        "fe80::1%eth0",
+        "224.0.0.1",
+        "fd00:ec2::254",
+        "64:ff9b::a9fe:a9fe",
+        "::a9fe:a9fe",
+        "::ffff:a9fe:a9fe",
+    ],
+)
 def test_refused_addresses(address: str) -> None:
     assert is_refused(address)
     assert not is_refused("10.0.0.1")
-    assert not is_refused("::1")
+    assert not any(map(is_refused, ("::1", "::", "64:ff9b::0a00:1")))
 
 
 @pytest.mark.parametrize("host", ["metadata.example", "2852039166"])
