@@ -269,7 +269,10 @@ class Trainer:
         self._await_lead()
 
     def _await_lead(self) -> None:
-        """Wait for the lead as long as it takes: it may be writing, and a step's patience is short."""
+        """Wait for the lead as long as it takes: it may be writing, and a step's patience is short.
+
+        A process that stands still meanwhile is noticed by the starter (`pulse`).
+        """
         if self.learner.ranks > 1:
             distributed.barrier()
 
