@@ -15,7 +15,9 @@ from dflash_core.storage.store import Store, make_client
 REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A machine shared with other jobs is slow now and then: a test's time limit is pytest's, not a deadline an example.
-settings.register_profile("dflash", deadline=None)
+# The same examples everywhere; `--hypothesis-profile=search` looks for new ones.
+settings.register_profile("search", deadline=None)
+settings.register_profile("dflash", deadline=None, derandomize=True)
 settings.load_profile("dflash")
 
 

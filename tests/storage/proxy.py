@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 Script = Callable[[Request], Fault | Status | None]
-STALL_S = 4.0
+STALL_S = 8.0
 
 
 class Proxy:

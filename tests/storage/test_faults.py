@@ -22,7 +22,7 @@ def proxy(endpoint: Endpoint) -> Iterator[Proxy]:
 
 
 def behind(proxy: Proxy, bucket: str, **storage: object) -> Store:
-    given = {"bucket": bucket, "endpoint_url": proxy.url, "attempts": ATTEMPTS, "read_timeout_s": 1.0, **storage}
+    given = {"bucket": bucket, "endpoint_url": proxy.url, "attempts": ATTEMPTS, "read_timeout_s": 20.0, **storage}
     return Store(make_client(Storage.model_validate(given)), bucket, "derived/", ATTEMPTS)
 
 
@@ -66,8 +66,12 @@ def test_errors_without_end_fail_after_bounded_tries_and_name_the_object(
 
 
 @pytest.mark.parametrize("fault", ["truncate", "no length", "stall"])
-def test_a_body_that_breaks_off_is_read_again_and_never_used(proxy: Proxy, far: Store, s3: Store, fault: Fault) -> None:
+def test_a_body_that_breaks_off_is_read_again_and_never_used(
+    proxy: Proxy, far: Store, s3: Store, bucket: str, fault: Fault
+) -> None:
     s3.put("a", BODY)
+    if fault == "stall":
+        far = behind(proxy, bucket, read_timeout_s=2.0)
     proxy.script = first(1, fault)
     assert far.get("a").body == BODY
     assert sum(proxy.seen.values()) == 2

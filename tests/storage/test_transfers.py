@@ -24,7 +24,7 @@ def proxy(endpoint: Endpoint) -> Iterator[Proxy]:
 
 @pytest.fixture
 def far(proxy: Proxy, bucket: str) -> Store:
-    settings = Storage(bucket=bucket, endpoint_url=proxy.url, attempts=2, read_timeout_s=1.0)
+    settings = Storage(bucket=bucket, endpoint_url=proxy.url, attempts=2, read_timeout_s=20.0)
     return Store(make_client(settings), bucket, "derived/", 2)
 
 

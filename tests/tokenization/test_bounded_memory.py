@@ -1,6 +1,7 @@
 """Hostile bytes cost bounded memory, get a reason, and the row behind them is kept: a process that may hold 1 GiB."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,11 @@ OUTCOMES = {
 @pytest.fixture(scope="module")
 def outcomes(make_recipe) -> dict[str, object]:
     command = [sys.executable, "-c", SCRIPT, make_recipe(backend="huggingface").model_dump_json()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    single = {"MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **single}  # the addresses that threads reserve depend on the machine's cores
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

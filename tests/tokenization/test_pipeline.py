@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -20,6 +18,7 @@ from dflash_core.tokenization.fingerprint import fingerprint
 from dflash_core.tokenization.objects import Names
 from dflash_core.tokenization.pipeline import FileDone, FileFailed, process_files, verify_files
 from dflash_core.tokenization.shards import read_shard
+from dflash_core.tokenization.worker import Message
 
 FILES, ROWS = 6, 5
 
@@ -193,30 +192,31 @@ def slow_rows(count: int) -> bytes:
     )
 
 
+def signal_worker_at(partition: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Signals the worker process that is at this file, as soon as one is; the list then holds its id."""
+    signalled: list[int] = []
+    note = pool.WorkerPool._note
+
+    def noting(self: pool.WorkerPool, worker: pool.Worker, message: Message) -> None:
+        note(self, worker, message)
+        if worker.computing == partition and worker.pid is not None and not signalled:
+            signalled.append(worker.pid)
+            os.kill(worker.pid, number)
+
+    monkeypatch.setattr(pool.WorkerPool, "_note", noting)
+    return signalled
+
+
 def workers_of_this_process() -> list[psutil.Process]:
     nurseries = [p for p in psutil.Process().children() if "tokenization.worker" in " ".join(p.cmdline())]
     return [worker for nursery in nurseries for worker in nursery.children()]
 
 
-def test_a_killed_worker_fails_the_file_it_had_begun_and_no_other(make_recipe, stores, bucket) -> None:
+def test_a_killed_worker_fails_the_file_it_had_begun_and_no_other(make_recipe, stores, bucket, monkeypatch) -> None:
     recipe = make_recipe(bucket=bucket, workers=2, backend="huggingface", max_length=100)
-    stores.source.put("a-slow.jsonl", slow_rows(400))
-    killed = []
-
-    def kill() -> None:
-        deadline = time.monotonic() + 60
-        while not killed and time.monotonic() < deadline:
-            for worker in workers_of_this_process():
-                if worker.cpu_times().user > 0.4:  # beyond its start: it is at work on the slow file
-                    os.kill(worker.pid, signal.SIGKILL)
-                    killed.append(worker.pid)
-                    break
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
+    stores.source.put("a-slow.jsonl", slow_rows(60))
+    killed = signal_worker_at("a-slow", signal.SIGKILL, monkeypatch)
     done = by_partition(process_files(recipe, list_sources(stores.source)))
-    thread.join()
     assert killed
     assert len(done) == FILES + 1
     failed = {p: outcome.reason for p, outcome in done.items() if isinstance(outcome, FileFailed)}
@@ -225,26 +225,11 @@ def test_a_killed_worker_fails_the_file_it_had_begun_and_no_other(make_recipe, s
 
 
 def test_a_worker_that_makes_no_progress_is_ended(make_recipe, stores, bucket, monkeypatch) -> None:
-    monkeypatch.setattr(pool, "STALL_S", 3.0)
+    monkeypatch.setattr(pool, "STALL_S", 4.0)
     recipe = make_recipe(bucket=bucket, workers=2, backend="huggingface", max_length=100)
-    stores.source.put("a-slow.jsonl", slow_rows(400))
-
-    stopped = []
-
-    def stop() -> None:
-        deadline = time.monotonic() + 60
-        while not stopped and time.monotonic() < deadline:
-            for worker in workers_of_this_process():
-                if worker.cpu_times().user > 0.4:
-                    os.kill(worker.pid, signal.SIGSTOP)
-                    stopped.append(worker.pid)
-                    break
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
+    stores.source.put("a-slow.jsonl", slow_rows(60))
+    stopped = signal_worker_at("a-slow", signal.SIGSTOP, monkeypatch)
     done = by_partition(process_files(recipe, list_sources(stores.source)))
-    thread.join()
     assert stopped
     assert "made no progress" in done["a-slow"].reason
     assert sum(isinstance(outcome, FileDone) for outcome in done.values()) == FILES

@@ -51,9 +51,9 @@ def stores(make_recipe, bucket: str) -> Stores:
 def far(make_recipe, bucket: str, proxy: Proxy) -> Callable[..., Recipe]:
     """`far(workers=1)`: the recipe, its store behind the proxy."""
 
-    def make(workers: int = 1, prefix: str = "derived/") -> Recipe:
+    def make(workers: int = 1, read_timeout_s: float = 20.0) -> Recipe:
         recipe: Recipe = make_recipe(bucket=bucket, workers=workers)
-        update = {"endpoint_url": proxy.url, "attempts": 2, "read_timeout_s": 1.0, "prefix": prefix}
+        update = {"endpoint_url": proxy.url, "attempts": 2, "read_timeout_s": read_timeout_s}
         return recipe.model_copy(update={"storage": recipe.storage.model_copy(update=update)})
 
     return make
@@ -98,7 +98,7 @@ def test_files_that_cannot_be_read_fail_alone_and_a_rerun_does_only_them(
         return None
 
     proxy.script = script
-    first = run(far(workers), stores)
+    first = run(far(workers, read_timeout_s=2.0), stores)
     reasons = failed(first)
     assert sorted(reasons) == ["f1", "f3", "f5"]
     assert "access denied" in reasons["f1"]

@@ -25,7 +25,7 @@ def test_a_run_learns_is_published_and_is_not_repeated(s3: Store, make_recipe: C
     checkpoint = train_drafter(recipe, None, False, seen.append)
     assert [m.step for m in seen] == list(range(1, checkpoint.steps + 1))
     assert seen[0].loss is not None
-    assert checkpoint.final_loss < 0.8 * seen[0].loss
+    assert checkpoint.final_loss < 0.9 * seen[0].loss
     assert s3.get_record(f"drafter_checkpoint/{checkpoint.run}/manifest.json", DrafterCheckpoint) == checkpoint
     assert s3.get_record("drafter_checkpoint/latest.json", RunPointer).run == checkpoint.run
     assert s3.read(checkpoint.weights)

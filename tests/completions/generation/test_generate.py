@@ -136,7 +136,7 @@ def test_trouble_that_passes_costs_no_row(
     texts = [f"{i} [once:{MISCHIEF[i % len(MISCHIEF)]}]" for i in range(18)] + ["calm"]
     prompts("a", texts)
     server = serve()
-    (manifest,) = made(generate(recipe_on(server, request_timeout_s=2, concurrency=32)))
+    (manifest,) = made(generate(recipe_on(server, request_timeout_s=4, concurrency=32)))
     assert manifest.outcomes == {"good": 19}
     assert [row["messages"][-1]["content"] for row in rows_of(stores, "a")] == [answer_to(text) for text in texts]
     assert all(server.seen.requests[text] == 2 for text in texts[1:18]), server.seen.requests
@@ -173,10 +173,10 @@ def test_a_prompt_has_a_total_time(
 ) -> None:
     """A server that takes a request and never answers it does not hold the others up."""
     prompts("a", ["[always:stall]", "Hi?"])
-    (manifest,) = made(generate(recipe_on(serve(), request_timeout_s=0.5, total_timeout_s=1.5)))
+    (manifest,) = made(generate(recipe_on(serve(), request_timeout_s=1.5, total_timeout_s=4)))
     assert manifest.outcomes == {"good": 1, "unanswered": 1}
     (reject,) = rejects_of(stores, manifest)
-    assert "no answer within 1.5 s" in reject.detail
+    assert "no answer within 4 s" in reject.detail
 
 
 def test_a_truncated_answer_may_take_more_tokens(
@@ -273,7 +273,7 @@ def test_servers_that_are_gone_end_it_with_what_was_answered_kept(
     prompts("a", [f"Question {i}{' [always:reset]' if i > 20 else ''}" for i in range(60)])
     server = serve()
     with pytest.raises(ServersGone, match="no server has answered for"):
-        generate(recipe_on(server, patience_s=0.2, attempts=100, concurrency=4))
+        generate(recipe_on(server, patience_s=1, attempts=100, concurrency=4))
     keys = [key for key, _, _ in stores.derived.list("generated_completions/a/")]
     assert sum(len(stores.derived.get(key).body.splitlines()) for key in keys) == 21
 
@@ -292,9 +292,9 @@ def test_a_long_answer_outlasts_the_patience_with_others(
 def test_progress_tells_tokens_slots_time_and_cost(
     serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
 ) -> None:
-    prompts("a", [f"Question {i}" for i in range(40)])
+    prompts("a", [f"Question {i}" for i in range(32)])
     seen: list[Progress] = []
-    recipe = recipe_on(serve(delay_s=0.1), concurrency=4, price_completion_tokens=1e6, price_prompt_tokens=1e6)
+    recipe = recipe_on(serve(delay_s=0.3), concurrency=4, price_completion_tokens=1e6, price_prompt_tokens=1e6)
     (manifest,) = made(generate(recipe, watch=Watch(on_progress=seen.append)))
     middle = next(progress for progress in seen if progress.share > 0.4)
     assert 0 < middle.in_flight <= 4
@@ -308,10 +308,10 @@ def test_progress_tells_tokens_slots_time_and_cost(
 
 def test_two_servers_share_the_work(serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate) -> None:
     prompts("a", [f"Question {i}" for i in range(60)])
-    first, second = serve(delay_s=0.02), serve(delay_s=0.02)
+    first, second = serve(delay_s=0.05), serve(delay_s=0.05)
     (manifest,) = made(generate(recipe_on(first, second, concurrency=4)))
     assert set(manifest.servers) == {first.url, second.url}
-    assert min(first.seen.answers, second.seen.answers) > 20
+    assert min(first.seen.answers, second.seen.answers) > 10
     assert max(first.seen.most, second.seen.most) <= 4
 
 
@@ -319,11 +319,11 @@ def test_a_busy_server_is_not_overrun(
     serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
 ) -> None:
     """It bears 4 at once and says 429 to the rest: nothing is lost, and refusals stay few."""
-    prompts("a", [f"Question {i}" for i in range(200)])
+    prompts("a", [f"Question {i}" for i in range(500)])
     server = serve(delay_s=0.02, slots=4)
     (manifest,) = made(generate(recipe_on(server, concurrency=64)))
-    assert manifest.outcomes == {"good": 200}
-    assert 0 < server.seen.busy < 100
+    assert manifest.outcomes == {"good": 500}
+    assert 0 < server.seen.busy < 150
 
 
 def test_another_process_that_was_first_with_a_worse_answer_is_asked_on(
@@ -446,7 +446,7 @@ def test_servers_that_accept_and_never_answer_end_it(
 ) -> None:
     prompts("a", ["Hi?", *(f"{i} [always:stall]" for i in range(200))])
     outcomes = {"max_bad_share": 1.0}
-    times = {"request_timeout_s": 0.3, "total_timeout_s": 1.0, "patience_s": 0.5}
+    times = {"request_timeout_s": 1.5, "total_timeout_s": 3, "patience_s": 1}
     with pytest.raises(ServersGone, match="no server has answered for"):
         generate(recipe_on(serve(), concurrency=4, outcomes=outcomes, **times))
 
