@@ -319,11 +319,11 @@ def test_a_busy_server_is_not_overrun(
     serve: Serve, recipe_on: MakeRecipe, prompts: Prompts, generate: Generate
 ) -> None:
     """It bears 4 at once and says 429 to the rest: nothing is lost, and refusals stay few."""
-    prompts("a", [f"Question {i}" for i in range(500)])
+    prompts("a", [f"Question {i}" for i in range(300)])
     server = serve(delay_s=0.02, slots=4)
     (manifest,) = made(generate(recipe_on(server, concurrency=64)))
-    assert manifest.outcomes == {"good": 500}
-    assert 0 < server.seen.busy < 150
+    assert manifest.outcomes == {"good": 300}
+    assert 0 < server.seen.busy < 110
 
 
 def test_another_process_that_was_first_with_a_worse_answer_is_asked_on(
