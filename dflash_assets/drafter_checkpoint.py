@@ -17,7 +17,7 @@ from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
 from dflash_core import TRAINING_VERSION
 from dflash_core.records import DrafterCheckpoint
-from dflash_core.storage.store import open_stores
+from dflash_core.storage.store import Store, open_stores
 
 GPU_TAGS = {"dagster-k8s/config": {"container_config": {"resources": {"limits": {"nvidia.com/gpu": "1"}}}}}
 """For dagster-k8s: as many as the recipe's placement has, see deploy/README.md; tags are read before the recipe is."""
@@ -40,6 +40,7 @@ drafter_coverage = dg.AssetSpec(
     description="What the latest drafter took from each source file and how well it learned it.",
     group_name=GROUP,
     kinds={"pytorch"},
+    tags={"stage": "training"},
     owners=["team:training"],
     code_version=TRAINING_VERSION,
 )
@@ -50,7 +51,7 @@ drafter_coverage = dg.AssetSpec(
     description="The drafter, trained online against the frozen target whose hidden states are taken by hooks.",
     group_name=GROUP,
     kinds={"pytorch", "safetensors", "gpu"},
-    tags={"gpu": ""},
+    tags={"gpu": "", "stage": "training"},
     owners=["team:training"],
     code_version=TRAINING_VERSION,
     pool="gpu",
@@ -101,6 +102,7 @@ def drafter_checkpoint(
             **file_uri(derived.uri(checkpoint.weights.key)),
             "run": checkpoint.run,
             "recipe": checkpoint.recipe,
+            **_settings(checkpoint, derived),
             "code version": checkpoint.code_version,
             "sha256": version,
             "training set": checkpoint.training_set,
@@ -119,6 +121,12 @@ def drafter_checkpoint(
             "worst files": _worst(checkpoint),
         },
     )
+
+
+def _settings(checkpoint: DrafterCheckpoint, derived: Store) -> dict[str, str]:
+    """The recipe as it was then."""
+    stored = checkpoint.settings
+    return {"recipe as it was": derived.uri(stored.key), "recipe sha256": stored.sha256} if stored else {}
 
 
 def _worst(checkpoint: DrafterCheckpoint) -> dg.TableMetadataValue:

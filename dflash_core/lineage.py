@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from rich.console import RenderableType
 from rich.markup import escape
@@ -17,6 +18,7 @@ from dflash_core.errors import ObjectMissing, UserError
 from dflash_core.quality.training_set import load_training_set, manifest_key
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, FileCoverage, ShardManifest, TrainingSet, TrainingSetShard
+from dflash_core.storage.keys import named_partition
 from dflash_core.storage.store import Store, find_files, open_stores
 from dflash_core.tokenization.shards import read_shard
 
@@ -103,12 +105,21 @@ def drafters_of(recipe: Recipe, partition: str) -> list[tuple[DrafterCheckpoint,
     """Every finished drafter that was trained on a file, and what it took from it.
 
     Raises:
+        UserError: neither the source nor a finished drafter has such a file.
         StorageError: the store cannot be read.
     """
-    derived = open_stores(recipe).derived
+    stores = open_stores(recipe)
     found = []
-    for checkpoint in _finished(derived):
+    for checkpoint in _finished(stores.derived):
         found += [(checkpoint, file) for file in checkpoint.coverage if file.partition == partition]
+    if not found:
+        keys = [file.partition for file in find_files(stores.source)]
+        if partition not in keys:
+            near = get_close_matches(partition, keys, 3) or keys[:1]
+            raise UserError(
+                f"no file {partition} in {stores.source.uri('')} and none in a finished drafter; "
+                + (f"do you mean {' or '.join(near)}?" if near else "there is no file at all")
+            )
     return found
 
 
@@ -132,7 +143,9 @@ def lineage_tree(lineage: Lineage, derived: Store, shown: int) -> Tree:
     checkpoint, frozen = lineage.checkpoint, lineage.training_set
     weights = f"{escape(derived.uri(checkpoint.weights.key))}  sha256 {checkpoint.weights.sha256[:12]}"
     tree = Tree(f"[bold]{checkpoint.run}[/]  {weights}")
-    tree.add(f"recipe {checkpoint.recipe}, training code {checkpoint.code_version}, {checkpoint.steps:,} steps")
+    settings = checkpoint.settings
+    stored = f" ({escape(derived.uri(settings.key))}  sha256 {settings.sha256[:12]})" if settings else ""
+    tree.add(f"recipe {checkpoint.recipe}{stored}, training code {checkpoint.code_version}, {checkpoint.steps:,} steps")
     tree.add(f"target {checkpoint.target_fingerprint}")
     branch = tree.add(
         f"[bold]training set {frozen.hash}[/], gate {checkpoint.gate}: {frozen.rows_kept:,} rows of "
@@ -170,21 +183,28 @@ def add_rows(node: Tree, file: FileLineage, rows: Sequence[TracedRow]) -> None:
         node.add(f"{where}  {row.tokens:,} tokens, {row.supervised_tokens:,} supervised")
 
 
-def lineage_report(recipe: Recipe, run: str | None, partition: str | None, shown: int) -> RenderableType:
+def lineage_report(recipe: Recipe, run: str | None, file: str | None, shown: int) -> RenderableType:
     """What `dflash lineage` shows: the chain of a drafter, all rows of one of its files, or a file's drafters.
+
+    Args:
+        recipe: names the stores.
+        run: of the training; None: the latest.
+        file: a partition key or the path below the source prefix; None: all files.
+        shown: so many files at most.
 
     Raises:
         UserError: no such run or file.
     """
     derived = open_stores(recipe).derived
-    if partition is not None and run is None:
+    if file is None:
+        return lineage_tree(trace_drafter(recipe, run), derived, shown)
+    partition = named_partition(file)
+    if run is None:
         return _drafters_table(partition, drafters_of(recipe, partition))
     lineage = trace_drafter(recipe, run)
-    if partition is None:
-        return lineage_tree(lineage, derived, shown)
-    file = require_file(lineage, partition)
-    tree = lineage_tree(replace(lineage, files=(file,)), derived, 1)
-    add_rows(tree.children[-1].children[-1], file, trace_rows(recipe, file.shard))
+    traced = require_file(lineage, partition)
+    tree = lineage_tree(replace(lineage, files=(traced,)), derived, 1)
+    add_rows(tree.children[-1].children[-1], traced, trace_rows(recipe, traced.shard))
     return tree
 
 

@@ -85,6 +85,7 @@ def finish(stores: Stores, frozen: TrainingSet, run: str, prefixes: dict[str, fl
         config=NOWHERE,
         metrics=NOWHERE,
         coverage=coverage,
+        settings=StoredObject(key=f"drafter_checkpoint/{run}/recipe.json", size=1, sha256="b" * 64),
         skipped_steps=0,
         skipped_rows=0,
     )
@@ -116,6 +117,7 @@ def test_the_chain_goes_down_to_file_and_line(recipe: Recipe, stores: Stores, fr
         frozen.hash,
         frozen.fingerprint,
         "training code 7",
+        "drafter_checkpoint/traced-1/recipe.json  sha256 bbbbbbbbbbbb",
         "target target-1",
         "a [1].jsonl",
         "1 lines rejected",
@@ -124,6 +126,7 @@ def test_the_chain_goes_down_to_file_and_line(recipe: Recipe, stores: Stores, fr
     assert frozen.shards[0].source_etag[:12] in shown
     assert "and 2 more files" in text(recipe, "traced-1", None, 1)
     lines = text(recipe, "traced-1", hostile)
+    assert lines == text(recipe, "traced-1", "a [1].jsonl") == text(recipe, "traced-1", "a [1]"), "a path"
     assert f"{frozen.shards[0].source_uri}:5  b-0" in lines
     with pytest.raises(UserError, match="traced-1 was not trained on e; it was on 3 files"):
         text(recipe, "traced-1", "e")
@@ -146,4 +149,9 @@ def test_a_file_knows_its_drafters(recipe: Recipe, stores: Stores, frozen: Train
     assert "traced-1" in shown
     assert "2.00" in shown
     assert "traced-2" not in shown
-    assert "no finished drafter was trained on e" in text(recipe, None, "e")
+    assert "no finished drafter was trained on a%20%5B1%5D" in text(recipe, None, "a [1].jsonl")
+    for wrong, sentence in (("cc", "no file cc in .* do you mean c"), ("x y", "no file x%20y in")):
+        with pytest.raises(UserError, match=sentence):
+            text(recipe, None, wrong)
+    stores.source.client.delete_object(Bucket=stores.source.bucket, Key="in/d.jsonl")
+    assert "traced-1" in text(recipe, None, "d"), "vanished, but trained on"

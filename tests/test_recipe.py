@@ -1,11 +1,12 @@
 """A recipe is validated once, at the border: a misspelt key, a wrong value or a missing file is one sentence."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dflash_core.errors import RecipeError
-from dflash_core.recipe import load_recipe
+from dflash_core.recipe import Recipe, load_recipe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MINIMAL = """
@@ -28,6 +29,21 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "recipe.toml"
     path.write_text(text)
     return path
+
+
+def test_the_recipe_that_is_kept_holds_no_secret_and_is_one_again(tmp_path: Path) -> None:
+    secret = '[alerts]\nwebhook_url = "https://hooks.example.com/SECRET"\n'
+    secret += (
+        '[generation]\nservers = ["http://me:SECRET@host/v1"]\nmodel = "m"\nprompts = {bucket = "a", prefix = "p/"}\n'
+    )
+    recipe = load_recipe(written(tmp_path, MINIMAL.replace('bucket = "a"', 'bucket = "a"\nprefix = "in/"') + secret))
+    kept = recipe.without_secrets()
+    assert b"SECRET" not in kept
+    assert b"hooks" not in kept
+    found = json.loads(kept)
+    assert found["generation"]["prompts"] == {"bucket": "a", "prefix": "p/"}
+    del found["generation"]
+    assert Recipe.model_validate(found).training == recipe.training
 
 
 def test_defaults_follow_the_block_size(tmp_path: Path) -> None:

@@ -148,12 +148,12 @@ def _print_check(check: ServeCheck) -> None:
 def lineage(
     drafter: DrafterArgument = None,
     file: Annotated[
-        str | None, typer.Option(metavar="KEY", help="its rows in DRAFTER; alone: the drafters it is in")
+        str | None, typer.Option(metavar="KEY", help="key or path: its rows in DRAFTER; alone: its drafters")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="every file, not only the worst learned")] = False,
     recipe: RecipeOption = DEFAULT_RECIPE,
 ) -> None:
-    """Where a drafter comes from, down to file and line; or which drafters a file is in."""
+    """Where a drafter comes from, down to its files; with --file to that one's lines, or which drafters it is in."""
     from dflash_core.lineage import lineage_report
 
     shown = sys.maxsize if every else LINEAGE_FILES

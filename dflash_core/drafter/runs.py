@@ -13,6 +13,11 @@ def checkpoint_key(run: str) -> str:
     return f"drafter_checkpoint/{run}/manifest.json"
 
 
+def settings_key(run: str) -> str:
+    """Where the recipe of a finished run lies."""
+    return f"drafter_checkpoint/{run}/recipe.json"
+
+
 def find_checkpoint(store: Store, run: str | None) -> DrafterCheckpoint:
     """The manifest of a finished run.
 

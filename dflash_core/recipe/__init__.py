@@ -89,6 +89,11 @@ class Recipe(Section):
                 )
         return self
 
+    def without_secrets(self) -> bytes:
+        """JSON of what decides the results; not who is told, and no addresses of servers, which may hold a password."""
+        hidden = {"alerts": True, "generation": {"servers"}}
+        return self.model_dump_json(indent=1, exclude=hidden).encode()
+
     @property
     def tokenizer_path(self) -> Path:
         """The folder of the tokenizer that renders the completions."""

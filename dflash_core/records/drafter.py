@@ -44,6 +44,8 @@ class DrafterCheckpoint(Record):
     coverage: tuple[FileCoverage, ...]
     skipped_steps: int
     skipped_rows: int
+    settings: StoredObject | None = None
+    """The whole recipe that it was trained with but for its secrets, JSON; None: made before it was kept."""
     curve: StoredObject | None = None
     """The learning curve, PNG."""
     published_step: int | None = None

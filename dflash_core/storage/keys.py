@@ -5,6 +5,7 @@ A partition key is the object's path below the source prefix, without a plain `.
 encoded key is also a safe file name (no `/`, never `.` or `..`).
 """
 
+import re
 from urllib.parse import quote, unquote
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -34,3 +35,10 @@ def object_key(partition: str, prefix: str) -> str:
     """Decode a partition key to the object key below `prefix`."""
     path = unquote(partition)
     return prefix + (path if path.endswith(SUFFIXES) else path + ".jsonl")
+
+
+def named_partition(name: str) -> str:
+    """The partition that a person means: its key, or the path below the source prefix, with or without `.jsonl`."""
+    if re.fullmatch(r"[A-Za-z0-9._%-]+", name) and not name.endswith(".jsonl"):
+        return name
+    return partition_key(name if is_completions(name) else f"{name}.jsonl", "")

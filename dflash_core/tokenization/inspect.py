@@ -4,7 +4,6 @@ A row that policies dropped is in no shard, and yet it is the one that the gate 
 source file by the same code and shown with the reason why it was dropped.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,7 +18,7 @@ from dflash_core.errors import ObjectMissing, UserError
 from dflash_core.quality.flags import Flag
 from dflash_core.recipe import Recipe
 from dflash_core.records import Reject, ShardManifest
-from dflash_core.storage.keys import is_completions, partition_key
+from dflash_core.storage.keys import named_partition
 from dflash_core.storage.store import Stores, open_stores
 from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.fingerprint import fingerprint
@@ -95,7 +94,7 @@ def inspect_row(recipe: Recipe, address: str) -> InspectedRow:
         UserError: the file is not tokenized, there is no such row, or it was rejected (with the reason).
     """
     file, _, row = address.partition(":")
-    partition = file if _is_partition(file) else partition_key(file if is_completions(file) else f"{file}.jsonl", "")
+    partition = named_partition(file)
     stores, names = open_stores(recipe), Names(fingerprint(recipe), partition)
     try:
         manifest = stores.derived.get_record(names.manifest, ShardManifest)
@@ -156,10 +155,6 @@ def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool]) ->
         if text is not None:
             yield Piece(tuple(held), text, supervised)
             held = []
-
-
-def _is_partition(file: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9._%-]+", file) is not None and not file.endswith(".jsonl")
 
 
 def _find(table: pa.Table, row: str) -> int | None:

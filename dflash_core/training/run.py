@@ -17,7 +17,7 @@ from torch import distributed
 from dflash_core import TRAINING_VERSION
 from dflash_core.batches.cache import open_rows
 from dflash_core.drafter.config import drafter_config, read_target_config, tokenizer_mask_id
-from dflash_core.drafter.runs import LATEST, checkpoint_key
+from dflash_core.drafter.runs import LATEST, checkpoint_key, settings_key
 from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.quality.training_set import load_training_set, require_gate
@@ -100,6 +100,7 @@ def train_drafter(
         made_from = {
             "run": run,
             "recipe": recipe.name,
+            "settings": store.put(settings_key(run), recipe.without_secrets(), "application/json"),
             "code_version": TRAINING_VERSION,
             "training_set": training_set.hash,
             "gate": gate,

@@ -30,6 +30,9 @@ def test_a_run_learns_is_published_and_is_not_repeated(s3: Store, make_recipe: C
     assert s3.get_record("drafter_checkpoint/latest.json", RunPointer).run == checkpoint.run
     assert s3.read(checkpoint.weights)
     assert checkpoint.weights.key.endswith(WEIGHTS_FILE)
+    assert checkpoint.settings is not None
+    as_it_was = Recipe.model_validate_json(s3.read(checkpoint.settings))
+    assert as_it_was == recipe, "which recipe: not its name alone"
     assert sum(file.rows for file in checkpoint.coverage) == sum(m.rows for m in seen)
     assert not list(s3.list(f"drafter_checkpoint/{checkpoint.run}/checkpoints/"))
     again: list[StepMetrics] = []
