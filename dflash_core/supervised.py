@@ -5,6 +5,7 @@ pipe closes and the watcher stops the server: first as asked, after a grace peri
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,14 +19,28 @@ WATCHER = (
     'shift 2; exec "$@" </dev/null 3<&-'
 )
 
+PORTS = range(20_000, 32_768)
+
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that are free now; all are held until the last is found, so that they differ."""
+    """Ports of 127.0.0.1 that are free now; all are held until the last is found, so that they differ.
+
+    Drawn from below those that the kernel gives to outgoing connections: on a busy machine one of these would take a
+    port between here and the server's bind.
+
+    Raises:
+        OSError: there are not so many.
+    """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found: list[int] = []
+        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                return found
+            one = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                found.append(port)
+    raise OSError(f"no {count} free ports from {PORTS.start} to {PORTS.stop - 1} on 127.0.0.1")
 
 
 @contextmanager
