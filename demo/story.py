@@ -258,6 +258,8 @@ def tell(keep_ui: bool) -> int:
         broken = report.broken_promises()
         for sentence in broken:
             console.print(f"not as promised: {sentence}", style="red", markup=False)
+        for sentence in report.missed_times():
+            console.print(f"slower than two idle cores: {sentence}", style="yellow", markup=False)
         console.print(f"{report.wall_s:.0f} s in all; numbers in {FOLDER / 'report.json'}; UI: {ui.url}")
         if keep_ui:
             console.print("the UI stays up until Ctrl-C")

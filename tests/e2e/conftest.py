@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEMO_TIMEOUT_S = 900
+DEMO_TIMEOUT_S = 1400
 QUIET = (
     "--no-sandbox",
     "--disable-gpu",

@@ -9,7 +9,7 @@ import pytest
 from demo.report import DemoReport
 from dflash_core.drafter.folder import load_drafter
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(2400)]
 
 Told = subprocess.CompletedProcess[str]
 Tell = Callable[[], Told]
@@ -38,7 +38,7 @@ def test_telling_it_again_redoes_nothing(told: Told, tell: Tell, project: Path) 
     again = tell()
     assert again.returncode == 0, again.stdout
     second = report_of(project)
-    unchanged = {"wall_s", "repair_s", "ui_url"}
-    assert second.model_dump(exclude=unchanged) == first.model_dump(exclude=unchanged)
-    assert "failed in an earlier run" in again.stdout
-    assert second.wall_s < first.wall_s / 2
+    differing = {"wall_s", "repair_s", "ui_url"}
+    assert second.model_dump(exclude=differing) == first.model_dump(exclude=differing), "the training's seconds, too"
+    for done in ("0 of 8 files to", "0 of them new", "failed in an earlier run"):
+        assert done in again.stdout, again.stdout
