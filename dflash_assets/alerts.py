@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import dagster as dg
 
-from dflash_assets.resources import RecipeResource
 from dflash_core.recipe import Alerts
 from dflash_core.storage.addresses import NoRedirect, is_refused
 
@@ -22,16 +21,23 @@ LINES = 20
 """Failed files named in a message."""
 
 
-@dg.run_failure_sensor(minimum_interval_seconds=15)
-def tell_of_failed_runs(context: dg.RunFailureSensorContext, recipe: RecipeResource) -> dg.SkipReason | None:
-    """Post what failed and why to `alerts.webhook_url`."""
-    alerts = recipe.load().alerts
-    if alerts.webhook_url is None:
-        return dg.SkipReason("the recipe names no alerts.webhook_url")
-    problem = post(alerts, message(context, alerts))
-    if problem is not None:
-        context.log.warning(f"the webhook was not told of run {context.dagster_run.run_id}: {problem}")
-    return None
+def alert_sensor(alerts: Alerts) -> dg.SensorDefinition:
+    """Post what failed and why to `alerts.webhook_url`, as the recipe named it when the code location was loaded.
+
+    Read once: a run that fails because somebody broke the recipe must be told, too.
+    """
+
+    @dg.run_failure_sensor(minimum_interval_seconds=15)
+    def tell_of_failed_runs(context: dg.RunFailureSensorContext) -> dg.SkipReason | None:
+        """Tell the recipe's webhook what failed and why."""
+        if alerts.webhook_url is None:
+            return dg.SkipReason("the recipe names no alerts.webhook_url")
+        problem = post(alerts, message(context, alerts))
+        if problem is not None:
+            context.log.warning(f"the webhook was not told of run {context.dagster_run.run_id}: {problem}")
+        return None
+
+    return tell_of_failed_runs
 
 
 def message(context: dg.RunFailureSensorContext, alerts: Alerts) -> dict[str, Any]:

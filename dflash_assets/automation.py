@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import dagster as dg
 
-from dflash_assets.checks import drift_evaluation
+from dflash_assets.checks import SHARDS_CURRENT, drift_evaluation
 from dflash_assets.completion_files import completion_file_assets, raw_completions
 from dflash_assets.partitions import range_request, ranges_of, remember, sync_partitions
 from dflash_assets.quarantine import QUARANTINE
@@ -29,7 +29,7 @@ ASKED_FOR = "completion_file_versions"
 
 completion_files_job = dg.define_asset_job(
     "completion_files_job",
-    selection=dg.AssetSelection.assets(completion_file_assets) - dg.AssetSelection.checks(QUARANTINE),
+    selection=dg.AssetSelection.assets(completion_file_assets) - dg.AssetSelection.checks(QUARANTINE, SHARDS_CURRENT),
     description="Source files to shards and statistics, over one range of partitions.",
 )
 

@@ -1,28 +1,68 @@
-"""Checks that look beyond one run: whether training set and drafter are still of the files in the bucket.
+"""Checks that look beyond one run: whether shards, training set and drafter are still of the files in the bucket.
 
-A changed object makes its shard, the training set and the drafter stale, and Dagster cannot see it (beyond a hundred
-partitions it does not compute staleness). These checks compare ETags, and the drafter's also how its rows were made.
-They run with their asset or alone; the sensor that sees a change reports them, too.
+A changed object makes its shard, the training set and the drafter stale, and Dagster cannot see it (it does not look
+into the bucket, and beyond a hundred partitions it does not compute staleness). These checks compare ETags, and the
+shards' and the drafter's also how their rows were made. They run with their asset or alone; the sensor that sees a
+change reports those of the training set and the drafter, too. (Not the shards': it reads every file's manifest, and the
+sensor has the changed ones made anew.)
 """
 
 from collections.abc import Callable, Sequence
 
 import dagster as dg
 
+from dflash_assets.completion_files import tokenized_shards
 from dflash_assets.metadata import bullets
 from dflash_assets.quarantine import QUARANTINE, failed_files, quarantine_verdict
 from dflash_assets.resources import RecipeResource
 from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import ObjectMissing, UserError
-from dflash_core.quality.drift import drift_of
+from dflash_core.quality.drift import NOT_TOKENIZED, WITHOUT_ROW, drift_of, without_shard
 from dflash_core.quality.training_set import load_training_set
 from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile, TrainingSet
 from dflash_core.storage.store import list_sources, open_stores
 from dflash_core.tokenization.fingerprint import fingerprint
 
+SHARDS_CURRENT = dg.AssetCheckKey(tokenized_shards.key, "shards_current")
 SOURCES_CURRENT = dg.AssetCheckKey(dg.AssetKey("training_set"), "sources_current")
 TRAINED_ON_CURRENT = dg.AssetCheckKey(dg.AssetKey("drafter_checkpoint"), "trained_on_current_shards")
+
+
+@dg.asset_check(
+    asset=SHARDS_CURRENT.asset_key,
+    name=SHARDS_CURRENT.name,
+    description="Every shard is of its source file as it lies in the bucket, made as the recipe says.",
+)
+def shards_current(context: dg.AssetCheckExecutionContext, recipe: RecipeResource) -> dg.AssetCheckResult:
+    """The shards that Dagster shows as materialized against the bucket."""
+    settings = recipe.load()
+    try:
+        stale = stale_shards(context.instance, settings, list_sources(open_stores(settings).source))
+    except UserError as error:
+        raise dg.Failure(str(error), allow_retries=False) from None
+    return dg.AssetCheckResult(
+        passed=not stale,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=f"{len(stale)} are not; materialize them again" if stale else None,
+        metadata={"stale": len(stale), "files": bullets([f"{key}: {why}" for key, why in sorted(stale.items())])},
+    )
+
+
+def stale_shards(instance: dg.DagsterInstance, recipe: Recipe, sources: Sequence[SourceFile]) -> dict[str, str]:
+    """Partitions that were materialized and whose shard is not what it would be made now, and why.
+
+    Raises:
+        UserError: the store or the target's folder cannot be read.
+    """
+    made = instance.get_materialized_partitions(tokenized_shards.key)
+    known = [source for source in sources if source.partition in made]
+    found = without_shard(recipe, fingerprint(recipe), known) if known else {}
+    return {
+        partition: "made in another way than the recipe now says" if why == NOT_TOKENIZED else why
+        for partition, why in found.items()
+        if why != WITHOUT_ROW
+    }
 
 
 @dg.asset_check(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dflash_core.cli import DEFAULT_RECIPE, RecipeOption, app, main, open_recipe
+from dflash_core.errors import UserError
 
 __all__ = ["main"]
 
@@ -48,15 +49,24 @@ def sync(recipe: RecipeOption = DEFAULT_RECIPE) -> None:
 
 
 @partitions.command()
-def release(keys: Annotated[list[str], typer.Argument(metavar="KEY...")]) -> None:
+def release(
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY]...", help="keys, patterns (part-0*) or ranges (A..B)")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="whatever is quarantined")] = False,
+    recipe: RecipeOption = DEFAULT_RECIPE,
+) -> None:
     """Let quarantined partitions be tried again, with a fresh count."""
     from dflash_assets.dev import local_instance
-    from dflash_assets.quarantine import release as release_partition
+    from dflash_assets.quarantine import release_files
 
-    instance = local_instance()
-    for key in keys:
-        release_partition(instance, key)
+    if not keys and not every:
+        raise UserError("name what to release: keys, patterns (part-0*), ranges (FIRST..LAST), or --all")
+    released = release_files(local_instance(), open_recipe(recipe), [] if every else keys or [])
+    for key in released:
         print(f"released: {key}")
+    if not released:
+        print("nothing is quarantined")
 
 
 if __name__ == "__main__":

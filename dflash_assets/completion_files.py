@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from dflash_assets.failures import failure, observations
+from dflash_assets.failures import failure, observations, stopped_before
 from dflash_assets.metadata import GROUP, file_uri, picture, version_tags
 from dflash_assets.partitions import FILES_PER_RUN, completion_files, sources_of
 from dflash_assets.resources import RecipeResource
@@ -34,6 +34,7 @@ raw_completions = dg.AssetSpec(
     description="A file of completions as the target model wrote it: read whole, hashed, every line kept or rejected.",
     group_name=GROUP,
     kinds={"s3"},
+    tags={"stage": "completions"},
     owners=OWNERS,
     code_version=TOKENIZATION_VERSION,
     skippable=True,
@@ -44,6 +45,7 @@ tokenized_shards = dg.AssetSpec(
     description="Token ids and loss spans of every row, rendered as serving renders them; an Arrow file.",
     group_name=GROUP,
     kinds={"arrow", "s3"},
+    tags={"stage": "tokenization"},
     owners=OWNERS,
     metadata={
         "dagster/column_schema": dg.TableSchema([dg.TableColumn(field.name, str(field.type)) for field in SCHEMA])
@@ -57,6 +59,7 @@ loss_mask_stats = dg.AssetSpec(
     description="What the loss will see: supervised tokens a row, lengths, finish reasons, duplicates, the spike.",
     group_name=GROUP,
     kinds={"s3", "polars"},
+    tags={"stage": "quality"},
     owners=OWNERS,
     code_version=TOKENIZATION_VERSION,
     skippable=True,
@@ -92,11 +95,11 @@ def completion_file_assets(
     context: dg.AssetExecutionContext, recipe: RecipeResource
 ) -> Iterator[dg.AssetMaterialization | dg.AssetObservation | dg.AssetCheckResult]:
     """Tokenize the files of this run's partitions, all cores, and report each as soon as it is done."""
-    settings = recipe.load()
     failed: dict[str, str] = {}
     manifests: list[ShardManifest] = []
     stopped = ""
     try:
+        settings = recipe.load()
         derived = open_stores(settings).derived
         sources, gone = sources_of(settings, context.partition_keys)
         for partition in gone:
@@ -111,8 +114,11 @@ def completion_file_assets(
                 yield from observations(context, outcome.source.partition, outcome.reason, outcome.source.etag)
         if mask_invariants.key in context.selected_asset_check_keys:
             yield _invariants(derived, manifests)
-    except UserError as error:
+    except (UserError, dg.Failure) as error:
         stopped = str(error)
+        done = {manifest.source.partition for manifest in manifests}
+        rest = [partition for partition in context.partition_keys if partition not in done and partition not in failed]
+        yield from stopped_before(raw_completions.key, rest, stopped)
     if rows_conserved.key in context.selected_asset_check_keys:
         yield _conservation(manifests)
     if failed or stopped:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import dagster as dg
 
-from dflash_assets.alerts import tell_of_failed_runs
+from dflash_assets.alerts import alert_sensor
 from dflash_assets.automation import completion_files_job, new_completion_files
-from dflash_assets.checks import nothing_quarantined, sources_current, trained_on_current_shards
+from dflash_assets.checks import nothing_quarantined, shards_current, sources_current, trained_on_current_shards
 from dflash_assets.completion_files import completion_file_assets, raw_completions
 from dflash_assets.drafter_checkpoint import drafter_checkpoint, drafter_coverage
 from dflash_assets.drafter_eval import drafter_eval
@@ -45,10 +45,10 @@ defs = dg.Definitions(
         drafter_eval,
         drafter_export,
     ],
-    asset_checks=[nothing_quarantined, sources_current, trained_on_current_shards],
+    asset_checks=[nothing_quarantined, shards_current, sources_current, trained_on_current_shards],
     jobs=[completion_files_job, training_set_job, drafter_job],
     schedules=schedules(settings.automation),
-    sensors=[new_completion_files, nightly_stages, tell_of_failed_runs],
+    sensors=[new_completion_files, nightly_stages, alert_sensor(settings.alerts)],
     resources={"s3": s3, "recipe": RecipeResource(path=recipe, s3=s3)},
     executor=dg.in_process_executor,
 )

@@ -1,8 +1,8 @@
 """The Dagster UI and daemon on this machine, with the recipe's embedded store: what `make dev` and the demo run on."""
 
 import fcntl
-import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -55,14 +55,16 @@ def local_instance() -> dg.DagsterInstance:
 
 
 def _serve(recipe: Path, port: int) -> None:
-    with dagster_ui(recipe, port, log=None) as ui:
+    with _running(recipe, port, log=None) as (ui, process):
         ui.wait_until_loaded()
         switch_on(ui)
         print(f"\n  Dagster UI: {ui.url}\n  Ctrl-C stops it; its state stays in .dflash/\n", flush=True)
         try:
-            signal.pause()
+            code = process.wait()
         except KeyboardInterrupt:
             print("stopping; training saves a checkpoint first", flush=True)
+        else:
+            raise UserError(f"Dagster ended by itself with exit code {code}; its last lines are above; start it again")
 
 
 def switch_on(ui: Dagster) -> None:
@@ -78,6 +80,12 @@ def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
     Raises:
         UserError: Dagster runs in this folder already, ends before it answers, or does not answer in time.
     """
+    with _running(recipe, port, log) as (ui, _):
+        yield ui
+
+
+@contextmanager
+def _running(recipe: Path, port: int, log: Path | None) -> "Iterator[tuple[Dagster, subprocess.Popen[bytes]]]":
     STATE.mkdir(exist_ok=True)
     with (STATE / "dagster.lock").open("w") as lock:
         try:
@@ -99,7 +107,7 @@ def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
                 time.sleep(0.2)
             ui.ask("mutation { setNuxSeen }")  # no newsletter dialog before the first look
             try:
-                yield ui
+                yield ui, process
             finally:
                 if process.poll() is None:
                     _end_training(ui)

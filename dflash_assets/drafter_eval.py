@@ -26,7 +26,7 @@ class RunConfig(dg.Config):
     description="Acceptance length and losslessness; against an n-gram drafter and the drafter without its features.",
     group_name=GROUP,
     kinds={"pytorch", "gpu"},
-    tags={"gpu": ""},
+    tags={"gpu": "", "stage": "evaluation"},
     owners=["team:training"],
     pool="gpu",
     op_tags=GPU_TAGS,

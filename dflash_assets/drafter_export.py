@@ -16,6 +16,7 @@ from dflash_core.storage.store import open_stores
     description="config.json, model.safetensors and a model card, as serving engines load them.",
     group_name=GROUP,
     kinds={"safetensors", "s3"},
+    tags={"stage": "drafter"},
     owners=["team:training"],
 )
 def drafter_export(

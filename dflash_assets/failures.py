@@ -1,10 +1,13 @@
 """How an asset of many files says which of them failed: on each file's page, and in one failure at the end."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import dagster as dg
 
 from dflash_assets.metadata import table
+
+FAILED, STOPPED = "failed", "stopped before this file"
+"""States of a file on its page."""
 
 
 def observations(
@@ -14,8 +17,14 @@ def observations(
     context.log.error(f"{partition}: {reason}")
     for key in sorted(context.selected_asset_keys):
         yield dg.AssetObservation(
-            key, partition=partition, metadata={"state": "failed", "reason": reason, "etag": etag or "none"}
+            key, partition=partition, metadata={"state": FAILED, "reason": reason, "etag": etag or "none"}
         )
+
+
+def stopped_before(asset: dg.AssetKey, partitions: Iterable[str], reason: str) -> Iterator[dg.AssetObservation]:
+    """That a run ended before it came to these files, for a reason that is none of theirs, on one asset's pages."""
+    for partition in partitions:
+        yield dg.AssetObservation(asset, partition=partition, metadata={"state": STOPPED, "reason": reason})
 
 
 def failure(failed: Mapping[str, str], stopped: str, files: int) -> dg.Failure:

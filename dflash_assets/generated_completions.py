@@ -48,6 +48,7 @@ class GenerationConfig(dg.Config):
     description="A file of prompts, answered by the target behind an OpenAI-compatible server.",
     group_name=GROUP,
     kinds={"openai", "s3"},
+    tags={"stage": "completions"},
     owners=["team:data"],
     pool="servers",
 )

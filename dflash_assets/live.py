@@ -39,5 +39,8 @@ def observed(context: dg.AssetExecutionContext, asset_key: dg.AssetKey, session:
 
 
 def _readable(numbers: dict[str, Any]) -> dict[str, float]:
-    """Names as people write them: held_out/loss is "held out loss"."""
-    return {name.replace("/", " ").replace("_", " "): float(value) for name, value in numbers.items()}
+    """Names as people write them, held_out/loss is "held out loss", and four digits, but all of a count."""
+    return {
+        name.replace("/", " ").replace("_", " "): float(value if float(value).is_integer() else f"{value:.4g}")
+        for name, value in numbers.items()
+    }

@@ -1,8 +1,9 @@
 """Failed files: why they failed, how often they were tried, and which are tried no more until somebody releases them.
 
 The event log is the ledger. Every further try is an observation on the file's page, with the ETag it is for, written
-before the run is asked for, so that a file which kills its run counts, too. Another version of the file, a success or a
-release starts the count anew.
+before the run is asked for, so that a file which kills its run counts, too. A run that ends for a reason that is no
+file's (recipe, target, store) says so on the page of each file it did not come to, and is none of that file's tries.
+Another version of the file, a success or a release starts the count anew.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 import dagster as dg
 
 from dflash_assets.completion_files import FILE_ASSETS, raw_completions
+from dflash_assets.failures import FAILED, STOPPED
 from dflash_assets.metadata import table
-from dflash_assets.partitions import NAME, completion_files
-from dflash_core.errors import UserError
+from dflash_assets.partitions import NAME, completion_files, sync_partitions
+from dflash_core.recipe import Recipe
+from dflash_core.storage.selection import select_files
 
-STATE, TRY_AGAIN, RELEASED, FAILED = "state", "asked for again", "released", "failed"
+STATE, TRY_AGAIN, RELEASED = "state", "asked for again", "released"
 PAGE = 1000
 QUARANTINE = dg.AssetCheckKey(raw_completions.key, "nothing_quarantined")
 
@@ -27,7 +30,7 @@ class FailedFile:
     partition: str
     reason: str
     tries: int
-    """Runs of this version of the file that failed or were asked for, the first included."""
+    """Runs of this version that failed or were asked for, the first included; not those that never came to it."""
     quarantined: bool
 
 
@@ -58,13 +61,13 @@ def failed_files(instance: dg.DagsterInstance, etags: Mapping[str, str], max_tri
     reasons: dict[str, str] = {}
     for asset in FILE_ASSETS:
         for partition, _, metadata in _records(instance.fetch_observations, asset, failed):
-            if metadata.get(STATE) == FAILED:
+            if metadata.get(STATE) in (FAILED, STOPPED):
                 reasons.setdefault(partition, str(metadata["reason"]))
     tries = _tries(instance, failed, etags)
     return [
         FailedFile(
             key,
-            reasons.get(key, "its run died or was stopped"),
+            reasons.get(key, "its run died or was terminated"),
             tries[key],
             tries[key] >= max_tries,
         )
@@ -83,14 +86,23 @@ def note_try(instance: dg.DagsterInstance, failed: FailedFile, etag: str) -> Non
     _observe(instance, failed.partition, metadata)
 
 
-def release(instance: dg.DagsterInstance, partition: str) -> None:
-    """Let a partition be tried again, with a fresh count.
+def release_files(instance: dg.DagsterInstance, recipe: Recipe, selectors: Sequence[str]) -> list[str]:
+    """Release the failed files that keys, patterns or ranges name, or whatever is quarantined; returns their keys.
 
     Raises:
-        UserError: there is no such partition.
+        UserError: a selector names no failed file.
+        StorageError: the bucket cannot be listed.
     """
-    if not instance.has_dynamic_partition(NAME, partition):
-        raise UserError(f"no partition {partition} in this instance; `dflash status` lists the quarantined ones")
+    etags = {source.partition: source.etag for source in sync_partitions(instance, recipe).sources}
+    failed = failed_files(instance, etags, recipe.automation.max_attempts)
+    chosen = select_files(failed, selectors, "failed file") if selectors else [f for f in failed if f.quarantined]
+    for file in chosen:
+        release(instance, file.partition)
+    return [file.partition for file in chosen]
+
+
+def release(instance: dg.DagsterInstance, partition: str) -> None:
+    """Let a partition be tried again, with a fresh count."""
     _observe(instance, partition, {STATE: RELEASED})
 
 
@@ -102,7 +114,7 @@ def quarantine_verdict(failed: Sequence[FailedFile]) -> dg.AssetCheckEvaluation:
         check_name=QUARANTINE.name,
         passed=not held,
         severity=dg.AssetCheckSeverity.WARN,
-        description=f"{len(held)} files are tried no more; repair them, or `dflash partitions release KEY`"
+        description=f"{len(held)} files are tried no more; repair them, or `dflash partitions release KEY` (--all)"
         if held
         else None,
         metadata={
@@ -115,6 +127,16 @@ def quarantine_verdict(failed: Sequence[FailedFile]) -> dg.AssetCheckEvaluation:
     )
 
 
+def report_quarantine(instance: dg.DagsterInstance, failed: Sequence[FailedFile]) -> None:
+    """Write the listing down where it differs from the last one."""
+    verdict = quarantine_verdict(failed)
+    history = instance.event_log_storage.get_asset_check_execution_history(QUARANTINE, limit=1)
+    event = history[0].event if history else None
+    last = event.dagster_event.asset_check_evaluation_data if event and event.dagster_event else None
+    if last is None or (last.passed, last.metadata) != (verdict.passed, verdict.metadata):
+        instance.report_runless_asset_event(verdict)
+
+
 def _observe(instance: dg.DagsterInstance, partition: str, metadata: Mapping[str, str | int]) -> None:
     instance.report_runless_asset_event(
         dg.AssetObservation(raw_completions.key, partition=partition, metadata=dict(metadata))
@@ -122,7 +144,7 @@ def _observe(instance: dg.DagsterInstance, partition: str, metadata: Mapping[str
 
 
 def _tries(instance: dg.DagsterInstance, failed: Sequence[str], etags: Mapping[str, str]) -> dict[str, int]:
-    """1 for the run that failed first (0 after a release), and one for each further try since."""
+    """1 for the run that failed first (0 after a release) and 1 for each further try since, less the stopped runs."""
     since = dict.fromkeys(failed, -1)
     tries = dict.fromkeys(failed, 1)
     for partition, storage_id, _ in _records(instance.fetch_materializations, raw_completions.key, failed):
@@ -134,7 +156,9 @@ def _tries(instance: dg.DagsterInstance, failed: Sequence[str], etags: Mapping[s
             since[partition], tries[partition] = storage_id, tries[partition] - 1
         elif metadata.get(STATE) == TRY_AGAIN and metadata["etag"] == etags.get(partition):
             tries[partition] += 1
-    return tries
+        elif metadata.get(STATE) == STOPPED:
+            tries[partition] -= 1
+    return {partition: max(0, count) for partition, count in tries.items()}
 
 
 def _records(

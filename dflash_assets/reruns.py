@@ -5,6 +5,8 @@ night with one file less, and the gate decides whether that is enough. (Automati
 have no cap on tries, and a condition that waits for all partitions waits for ever where one stays bad.)
 """
 
+from collections.abc import Sequence
+
 import dagster as dg
 
 from dflash_assets.automation import completion_files_job
@@ -12,7 +14,7 @@ from dflash_assets.drafter_checkpoint import drafter_checkpoint
 from dflash_assets.drafter_eval import drafter_eval
 from dflash_assets.drafter_export import drafter_export
 from dflash_assets.partitions import range_request, ranges_of, sync_partitions
-from dflash_assets.quarantine import failed_files, note_try, quarantine_verdict
+from dflash_assets.quarantine import FailedFile, failed_files, note_try, report_quarantine
 from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
 from dflash_core.errors import UserError
@@ -23,6 +25,8 @@ from dflash_core.tokenization.fingerprint import fingerprint
 
 NIGHT = "dflash/night"
 RERUNS_PER_TICK = 50
+TRIES_PER_TICK = 1000
+"""Each is an event of about 10 ms that is written before the tick ends, and Dagster gives a tick 60 s."""
 RUNS_PER_NIGHT = 500
 
 training_set_job = dg.define_asset_job(
@@ -82,7 +86,10 @@ def nightly_stages(context: dg.SensorEvaluationContext, recipe: RecipeResource) 
         if not done[job].is_success:
             return dg.SkipReason(f"night {night}: {job} failed")
         if job == training_set_job.name:
-            verdict = load_training_set(recipe.load()).verdict
+            try:
+                verdict = load_training_set(recipe.load()).verdict
+            except (UserError, dg.Failure) as error:
+                return dg.SkipReason(f"night {night}: {error}")
             if not verdict.passed:
                 return dg.SkipReason(f"night {night}: no training, the gate failed: {'; '.join(verdict.reasons)}")
     return dg.SkipReason(f"night {night} is done")
@@ -91,12 +98,19 @@ def nightly_stages(context: dg.SensorEvaluationContext, recipe: RecipeResource) 
 def _reruns(instance: dg.DagsterInstance, recipe: Recipe) -> list[dg.RunRequest]:
     etags = {source.partition: source.etag for source in sync_partitions(instance, recipe).sources}
     failed = failed_files(instance, etags, recipe.automation.max_attempts)
-    instance.report_runless_asset_event(quarantine_verdict(failed))
-    due = {file.partition: file for file in failed if not file.quarantined}
+    report_quarantine(instance, failed)
+    due = _first_tries(failed)
+    if due:
+        fingerprint(recipe)  # where recipe and target are of no use, no file is asked for
     ranges = ranges_of(instance, due)[:RERUNS_PER_TICK]
     for partition in (key for keys in ranges for key in keys):
         note_try(instance, due[partition], etags[partition])
     return [range_request(keys) for keys in ranges]
+
+
+def _first_tries(failed: Sequence[FailedFile]) -> dict[str, FailedFile]:
+    """Those that may be tried again, as many as a tick can write down."""
+    return {file.partition: file for file in [file for file in failed if not file.quarantined][:TRIES_PER_TICK]}
 
 
 def _nightly(instance: dg.DagsterInstance, recipe: Recipe, night: str) -> list[dg.RunRequest]:
@@ -105,13 +119,14 @@ def _nightly(instance: dg.DagsterInstance, recipe: Recipe, night: str) -> list[d
     if not sources:
         raise UserError("there is no file of completions yet")
     etags = {source.partition: source.etag for source in sources}
-    failed = {file.partition: file for file in failed_files(instance, etags, recipe.automation.max_attempts)}
+    failed = failed_files(instance, etags, recipe.automation.max_attempts)
+    again, held = _first_tries(failed), {file.partition for file in failed}
     due = [
         partition
         for partition in without_shard(recipe, fingerprint(recipe), sources)
-        if partition not in failed or not failed[partition].quarantined
+        if partition not in held or partition in again
     ]
     ranges = ranges_of(instance, due or [sources[0].partition])[:RUNS_PER_NIGHT]
-    for partition in (key for keys in ranges for key in keys if key in failed):
-        note_try(instance, failed[partition], etags[partition])
+    for partition in (key for keys in ranges for key in keys if key in again):
+        note_try(instance, again[partition], etags[partition])
     return [range_request(keys, f"{night} {keys[0]}", {NIGHT: night}) for keys in ranges]

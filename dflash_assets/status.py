@@ -1,4 +1,4 @@
-"""`dflash status`: partitions by state, failures with their reasons, quarantined files, the last runs.
+"""`dflash status`: partitions by state, failures with their reasons, quarantined and stale files, the last runs.
 
 Asks the instance, not the webserver, so it works while the UI runs and while it does not.
 """
@@ -13,13 +13,16 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from dflash_assets.completion_files import FILE_ASSETS
+from dflash_assets.checks import stale_shards
+from dflash_assets.completion_files import FILE_ASSETS, raw_completions
 from dflash_assets.partitions import sync_partitions
 from dflash_assets.quarantine import FailedFile, failed_files, statuses
+from dflash_core.errors import UserError
+from dflash_core.quality.drift import OLDER
 from dflash_core.recipe import Recipe
 
-STATES = ("materialized", "failed", "in progress", "missing")
-RUNS = 8
+STATES = ("materialized", "stale", "failed", "in progress", "missing")
+RUNS, SHOWN = 8, 10
 REASON = 70
 """Characters; the whole reasons stand beside the failed files and in the UI."""
 
@@ -43,8 +46,12 @@ class Status:
     """How things stand."""
 
     partitions: dict[str, Counter[str]]
-    """Asset -> state -> partitions."""
+    """Asset -> state -> partitions. Stale: green in the UI, but the file or the recipe is not what it was."""
     failed: list[FailedFile]
+    stale: dict[str, str]
+    """Partition -> why."""
+    unknown: str
+    """Why nobody can say what is stale; empty: it can be said."""
     vanished: tuple[str, ...]
     runs: list[RunSummary]
 
@@ -57,9 +64,20 @@ def read_status(instance: dg.DagsterInstance, recipe: Recipe) -> Status:
     """
     synced = sync_partitions(instance, recipe)
     etags = {source.partition: source.etag for source in synced.sources}
+    unknown, stale = "", dict[str, str]()
+    try:
+        stale = stale_shards(instance, recipe, synced.sources)
+    except UserError as error:
+        unknown = str(error)
+    older = {partition for partition, why in stale.items() if why == OLDER}
     return Status(
-        partitions={asset: Counter(states.values()) for asset, states in statuses(instance).items()},
+        partitions={
+            asset: _counted(states, older if asset == raw_completions.key.to_user_string() else set(stale))
+            for asset, states in statuses(instance).items()
+        },
         failed=failed_files(instance, etags, recipe.automation.max_attempts),
+        stale=stale,
+        unknown=unknown,
         vanished=synced.vanished,
         runs=[_summary(instance, record) for record in instance.get_run_records(limit=RUNS)],
     )
@@ -76,9 +94,14 @@ def render(status: Status) -> RenderableType:
         for file in status.failed:
             held = "[red]quarantined[/]" if file.quarantined else "due"
             table.add_row(escape(file.partition), str(file.tries), held, escape(file.reason))
-        parts += [table, "release a quarantined one with: dflash partitions release KEY"]
+        parts += [table, "release quarantined ones with: dflash partitions release KEY..., or --all"]
+    if status.stale:
+        first = "; ".join(f"{partition}: {why}" for partition, why in sorted(status.stale.items())[:SHOWN])
+        parts.append(f"{len(status.stale)} partitions are stale, materialize them again: {escape(first)}")
+    if status.unknown:
+        parts.append(f"[red]what is stale cannot be said: {escape(status.unknown)}[/]")
     if status.vanished:
-        parts.append(f"{len(status.vanished)} partitions without a file: {escape(', '.join(status.vanished[:10]))}")
+        parts.append(f"{len(status.vanished)} partitions without a file: {escape(', '.join(status.vanished[:SHOWN]))}")
     runs = Table("run", "what", "status", "started", "seconds", "reason", title="last runs", title_justify="left")
     for run in status.runs:
         started = datetime.fromtimestamp(run.started).strftime("%m-%d %H:%M") if run.started else ""
@@ -86,6 +109,12 @@ def render(status: Status) -> RenderableType:
         runs.add_row(run.run[:8], escape(run.what), run.status, started, seconds, escape(shorten(run.reason, REASON)))
     parts.append(runs if status.runs else "no runs yet")
     return Group(*parts)
+
+
+def _counted(states: dict[str, str], stale: set[str]) -> Counter[str]:
+    return Counter(
+        "stale" if state == "materialized" and partition in stale else state for partition, state in states.items()
+    )
 
 
 def _summary(instance: dg.DagsterInstance, record: dg.RunRecord) -> RunSummary:

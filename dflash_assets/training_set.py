@@ -28,6 +28,7 @@ class TrainingSetConfig(dg.Config):
     description="The frozen selection of shards that a drafter is trained on, and the gate's verdict on them.",
     group_name=GROUP,
     kinds={"s3"},
+    tags={"stage": "quality"},
     owners=["team:data"],
     check_specs=[
         dg.AssetCheckSpec("gate", asset="training_set", description="The recipe's thresholds hold."),

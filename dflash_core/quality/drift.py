@@ -8,6 +8,8 @@ from dflash_core.recipe import Recipe
 from dflash_core.records import Record, ShardManifest, SourceFile, TrainingSet
 from dflash_core.storage.store import open_stores
 
+NOT_TOKENIZED, OLDER, WITHOUT_ROW = "not tokenized", "older than the source file", "without a row"
+
 
 class Drift(Record):
     """How the bucket differs from what a training set was frozen from; each a sorted list of partitions."""
@@ -50,13 +52,13 @@ def without_shard(recipe: Recipe, fingerprint: str, sources: Sequence[SourceFile
     def look(source: SourceFile) -> str | None:
         key = manifest_key(fingerprint, source.partition)
         if key not in names:
-            return "not tokenized"
+            return NOT_TOKENIZED
         manifest = derived.find_record(key, ShardManifest)
         if manifest is None:
             return "damaged"
         if manifest.source.etag != source.etag:
-            return "older than the source file"
-        return None if manifest.rows_kept else "without a row"
+            return OLDER
+        return None if manifest.rows_kept else WITHOUT_ROW
 
     with ThreadPoolExecutor(recipe.storage.downloads) as pool:
         found = pool.map(look, sources)

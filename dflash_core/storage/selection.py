@@ -9,16 +9,25 @@ No key holds `*`, `?`, `[` or `..` (keys are percent-encoded), so the three cann
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Protocol, TypeVar
 
 from dflash_core.errors import UserError
-from dflash_core.records import SourceFile
 
 WILD = frozenset("*?[")
 
 
-def select_files(
-    sources: Sequence[SourceFile], selectors: Sequence[str], what: str = "source file"
-) -> list[SourceFile]:
+class HasPartition(Protocol):
+    """What is known of a file."""
+
+    @property
+    def partition(self) -> str:
+        """Its key."""
+
+
+AnyFile = TypeVar("AnyFile", bound=HasPartition)
+
+
+def select_files(sources: Sequence[AnyFile], selectors: Sequence[str], what: str = "source file") -> list[AnyFile]:
     """The files that at least one selector names; none given: all.
 
     Raises:

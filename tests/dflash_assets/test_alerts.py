@@ -9,12 +9,10 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from dagster_aws.s3 import S3Resource
 from pydantic import SecretStr
 
-from dflash_assets.alerts import post, tell_of_failed_runs
-from dflash_assets.resources import RecipeResource
-from dflash_core.recipe import Alerts
+from dflash_assets.alerts import alert_sensor, post
+from dflash_core.recipe import Alerts, load_recipe
 from dflash_core.records import SourceFile
 from dflash_core.storage.store import Store
 
@@ -58,7 +56,7 @@ def tell(
 ) -> Tell:
     """A run with a bad file, and the sensor that sees it fail."""
 
-    def run(url: str | None, form: str = "json") -> None:
+    def run(url: str | None, form: str = "json", broken: bool = False) -> None:
         for name in ("a", "b"):
             source.put(f"{name}.jsonl", rows(4, name))
         source.put("bad, file.jsonl", b"not json\n")
@@ -67,16 +65,18 @@ def tell(
             with recipe_file.open("a") as file:
                 file.write(f'[alerts]\nwebhook_url = "{url}"\nformat = "{form}"\nui_url = "http://127.0.0.1:3000/"\n')
                 file.write("timeout_s = 2\n")
+        sensor = alert_sensor(load_recipe(recipe_file).alerts)
+        if broken:
+            recipe_file.write_text("no recipe any more")
         result = materialize(partitions)
         context = dg.build_run_status_sensor_context(
             sensor_name="tell_of_failed_runs",
             dagster_event=next(event for event in result.all_events if event.event_type_value == "PIPELINE_FAILURE"),
             dagster_instance=instance,
             dagster_run=result.dagster_run,
-            resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
         )
         with context.for_run_failure() as failure:
-            tell_of_failed_runs(failure)
+            sensor(failure)
 
     return run
 
@@ -89,6 +89,12 @@ def test_every_bad_file_is_told_with_its_reason(webhook: Webhook, tell: Tell) ->
     assert "invalid JSON" in told["failed"]["bad%2C%20file"]
     assert "1 of 3 files failed" in str(told["reason"])
     assert told["url"] == f"http://127.0.0.1:3000/runs/{told['run']}"
+
+
+def test_a_broken_recipe_is_told_too(webhook: Webhook, tell: Tell) -> None:
+    tell(f"http://127.0.0.1:{webhook.server_port}/{SECRET}", broken=True)
+    (told,) = webhook.told
+    assert "cannot be read" in str(told["reason"])
 
 
 def test_slack_gets_text(webhook: Webhook, tell: Tell) -> None:

@@ -1,15 +1,18 @@
 """A changed object makes training set and drafter stale in a check; a bad shard breaks the invariants' one."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dagster as dg
 import pytest
 from dagster_aws.s3 import S3Resource
+from rich.console import Console
 
 from dflash_assets import completion_files
-from dflash_assets.checks import drift_evaluation, sources_current, trained_on_current_shards
+from dflash_assets.checks import drift_evaluation, shards_current, sources_current, trained_on_current_shards
 from dflash_assets.resources import RecipeResource
+from dflash_assets.status import read_status, render
 from dflash_core.quality.training_set import freeze_training_set
 from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import DrafterCheckpoint, RunPointer, SourceFile, StoredObject
@@ -80,6 +83,48 @@ def test_a_changed_file_makes_training_set_and_drafter_stale(
     assert isinstance(found, dg.AssetCheckResult)
     for part in (latest.fingerprint, fingerprint(load_recipe(recipe_file))):
         assert part in str(found.description)
+
+
+def test_a_changed_file_makes_its_shard_stale_before_anything_is_frozen(
+    instance: dg.DagsterInstance,
+    recipe_file: Path,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+) -> None:
+    def verdict() -> tuple[bool, str]:
+        resource = RecipeResource(path=str(recipe_file), s3=S3Resource())
+        result = shards_current(dg.build_asset_check_context(instance=instance), recipe=resource)
+        assert isinstance(result, dg.AssetCheckResult)
+        return result.passed, str(result.metadata["files"].value)
+
+    def status() -> dict[str, dict[str, int]]:
+        return {
+            asset: dict(states) for asset, states in read_status(instance, load_recipe(recipe_file)).partitions.items()
+        }
+
+    for name in ("a", "b", "later"):
+        source.put(f"{name}.jsonl", rows(4, name))
+    sync()
+    assert verdict() == (True, "none"), "nothing that could be stale"
+    assert materialize(["a", "b"]).success
+    assert verdict() == (True, "none")
+    source.put("b.jsonl", rows(5, "b"))
+    assert verdict() == (False, "- b: older than the source file")
+    for asset in ("raw_completions", "tokenized_shards", "loss_mask_stats"):
+        assert status()[asset] == {"materialized": 1, "stale": 1, "missing": 1}
+    assert materialize(["b"]).success
+    assert verdict()[0]
+
+    recipe_file.write_text(recipe_file.read_text().replace("[tokenization]", "[tokenization]\nmax_length = 777"))
+    assert verdict()[1].count("in another way than the recipe now says") == 2
+    assert status()["raw_completions"] == {"materialized": 2, "missing": 1}
+    assert status()["tokenized_shards"] == {"stale": 2, "missing": 1}
+    recipe_file.write_text(recipe_file.read_text().replace("demo/target", "demo/nothing"))
+    console = Console(width=250, file=io.StringIO())
+    console.print(render(read_status(instance, load_recipe(recipe_file))))
+    assert "what is stale cannot be said" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_broken_shard_is_seen(

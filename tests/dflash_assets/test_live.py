@@ -13,7 +13,7 @@ import sys, time
 from pathlib import Path
 from dagster_pipes import open_dagster_pipes
 with open_dagster_pipes() as pipes:
-    pipes.report_custom_message({"train/loss": 2.5, "held_out/accepted_prefix": 1.5})
+    pipes.report_custom_message({"train/loss": 2.5, "held_out/accepted_prefix": 1.4996789, "step": 123456})
     while not Path(sys.argv[1]).exists():
         time.sleep(0.05)
     pipes.report_custom_message({"train/loss": 2.0})
@@ -48,5 +48,5 @@ def test_numbers_are_observations_while_the_process_runs(tmp_path: Path) -> None
         return dg.MaterializeResult()
 
     assert dg.materialize([training], instance=instance).success
-    assert seen_early == [{"train loss": 2.5, "held out accepted prefix": 1.5}]
+    assert seen_early == [{"train loss": 2.5, "held out accepted prefix": 1.5, "step": 123456.0}]
     assert observations() in (seen_early, [*seen_early, {"train loss": 2.0}])

@@ -8,11 +8,13 @@ import dagster as dg
 import pytest
 from dagster_aws.s3 import S3Resource
 
+from dflash_assets import completion_files, reruns
 from dflash_assets.definitions import defs
-from dflash_assets.partitions import RANGE_START
-from dflash_assets.quarantine import FailedFile, failed_files, release
+from dflash_assets.partitions import RANGE_END, RANGE_START
+from dflash_assets.quarantine import QUARANTINE, FailedFile, failed_files, release, release_files
 from dflash_assets.reruns import NIGHT, nightly_stages, schedules
 from dflash_assets.resources import RecipeResource
+from dflash_core.errors import StorageError, UserError
 from dflash_core.quality.training_set import freeze_training_set
 from dflash_core.recipe import Automation, Recipe
 from dflash_core.records import SourceFile
@@ -92,7 +94,30 @@ def test_a_failed_file_is_tried_three_times_then_quarantined_until_released_or_r
 
 
 def test_a_file_that_kills_its_run_is_counted_too(
-    instance: dg.DagsterInstance,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+    tick: Callable[[str], list[dg.RunRequest]],
+    failed: Callable[[], dict[str, FailedFile]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(*arguments: object) -> None:
+        raise RuntimeError("no word about the file itself")
+
+    source.put("a.jsonl", rows(4, "a"))
+    sync()
+    monkeypatch.setattr(completion_files, "process_files", die)
+    for _ in range(MAX_TRIES - 1):
+        assert not materialize(["a"]).success
+        assert len(tick("rerun_failed_files")) == 1
+    assert not materialize(["a"]).success
+    assert failed()["a"].quarantined
+    assert "died" in failed()["a"].reason
+
+
+@pytest.mark.parametrize("what", ["the target's folder", "the store"])
+def test_what_breaks_every_run_is_no_files_fault(
     source: Store,
     materialize: Materialize,
     sync: Sync,
@@ -100,20 +125,91 @@ def test_a_file_that_kills_its_run_is_counted_too(
     recipe_file: Path,
     tick: Callable[[str], list[dg.RunRequest]],
     failed: Callable[[], dict[str, FailedFile]],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
 ) -> None:
-    source.put("a.jsonl", rows(4, "a"))
+    def stop(*arguments: object) -> None:
+        raise StorageError("the store refuses to write")
+
+    for name in ("a", "b"):
+        source.put(f"{name}.jsonl", rows(4, name))
+    source.put("bad.jsonl", b"not json\n")
     sync()
+    assert not materialize(["bad"]).success
     right = recipe_file.read_text()
-    for _ in range(MAX_TRIES - 1):
-        recipe_file.write_text(right.replace("demo/target", "demo/nothing"))  # no word about the file itself
-        assert not materialize(["a"]).success
+    for _ in range(MAX_TRIES):
+        with monkeypatch.context() as patch:
+            if what == "the store":
+                patch.setattr(completion_files, "process_files", stop)
+            else:
+                recipe_file.write_text(right.replace("demo/target", "demo/nothing"))
+            assert not materialize(["a", "b"]).success
+            if what != "the store":
+                assert tick("rerun_failed_files") == [], "nothing is asked for that cannot succeed"
         recipe_file.write_text(right)
-        assert len(tick("rerun_failed_files")) == 1
-    recipe_file.write_text(right.replace("demo/target", "demo/nothing"))
-    assert not materialize(["a"]).success
-    recipe_file.write_text(right)
-    assert failed()["a"].quarantined
-    assert "died" in failed()["a"].reason
+        assert len(tick("rerun_failed_files")) in (1, 2)
+    found = failed()
+    assert {name: found[name].quarantined for name in found} == {"a": False, "b": False, "bad": True}
+    assert ("refuses to write" if what == "the store" else "demo/nothing") in found["a"].reason
+
+
+def test_quarantined_files_are_released_by_pattern_or_all(
+    instance: dg.DagsterInstance,
+    recipe: Recipe,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Rows,
+    tick: Callable[[str], list[dg.RunRequest]],
+    failed: Callable[[], dict[str, FailedFile]],
+) -> None:
+    def held() -> set[str]:
+        return {name for name, file in failed().items() if file.quarantined}
+
+    names = ["part-0", "part-1", "part-2", "rest-3"]
+    for name in names:
+        source.put(f"{name}.jsonl", b"not json\n")
+    source.put("good.jsonl", rows(4, "good"))
+    sync()
+    assert not materialize(["good", *names]).success
+    for _ in range(MAX_TRIES - 1):
+        tick("rerun_failed_files")
+    assert held() == set(names)
+    assert release_files(instance, recipe, ["part-1..part-2"]) == ["part-1", "part-2"]
+    assert held() == {"part-0", "rest-3"}
+    with pytest.raises(UserError, match="no failed file for good, p-"):
+        release_files(instance, recipe, ["good", "p-*"])
+    assert release_files(instance, recipe, []) == ["part-0", "rest-3"]
+    assert held() == set()
+    assert release_files(instance, recipe, []) == []
+
+
+def test_a_tick_asks_for_no_more_than_it_can_write_down_and_tells_only_what_is_new(
+    instance: dg.DagsterInstance,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    tick: Callable[[str], list[dg.RunRequest]],
+    failed: Callable[[], dict[str, FailedFile]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def verdicts() -> int:
+        return len(instance.event_log_storage.get_asset_check_execution_history(QUARANTINE, limit=100))
+
+    monkeypatch.setattr(reruns, "TRIES_PER_TICK", 2)
+    for number in range(5):
+        source.put(f"{number}.jsonl", b"not json\n")
+    names = [file.partition for file in sync()]
+    assert not materialize(names).success
+    for schedule in ("rerun_failed_files", "nightly_lineage"):
+        before = {name: file.tries for name, file in failed().items()}
+        (request,) = tick(schedule)
+        assert [request.tags[end] for end in (RANGE_START, RANGE_END)] == ["0", "1"]
+        assert {name for name, file in failed().items() if file.tries > before[name]} == {"0", "1"}
+    for _ in range(2):
+        tick("rerun_failed_files")
+    assert verdicts() == 2, "first nothing is quarantined, then 0 and 1; 2 and 3 are only due"
+    assert all(failed()[name].tries > 1 for name in names[:4])
 
 
 def test_a_vanished_file_is_not_tried_again(
@@ -134,6 +230,25 @@ def test_a_vanished_file_is_not_tried_again(
     source.put("b.jsonl", rows(5, "b"))
     assert not failed()["b"].quarantined
     assert [request.tags[RANGE_START] for request in tick("rerun_failed_files")] == ["b"]
+
+
+def test_a_night_whose_training_set_is_gone_says_so(
+    instance: dg.DagsterInstance,
+    recipe_file: Path,
+    source: Store,
+    rows: Rows,
+    tick: Callable[[str], list[dg.RunRequest]],
+) -> None:
+    source.put("a.jsonl", rows(4, "a"))
+    (request,) = tick("nightly_lineage")
+    tags = {"dagster/schedule_name": "nightly_lineage", **request.tags}
+    for job in ("completion_files_job", "training_set_job"):
+        instance.create_run_for_job(defs.resolve_job_def(job), status=dg.DagsterRunStatus.SUCCESS, tags=tags)
+    resources = {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
+    with dg.build_sensor_context(instance, resources=resources) as context:
+        answer = nightly_stages(context)
+    assert isinstance(answer, dg.SkipReason)
+    assert "no training set" in (answer.skip_message or "")
 
 
 def test_the_night_goes_from_files_to_training_set_to_drafter(
