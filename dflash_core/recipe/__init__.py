@@ -91,8 +91,7 @@ class Recipe(Section):
 
     def without_secrets(self) -> bytes:
         """JSON of what decides the results; not who is told, and no addresses of servers, which may hold a password."""
-        hidden = {"alerts": True, "generation": {"servers"}}
-        return self.model_dump_json(indent=1, exclude=hidden).encode()
+        return self.model_dump_json(indent=1, exclude={"alerts": True, "generation": {"servers"}}).encode()
 
     @property
     def tokenizer_path(self) -> Path:
