@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,27 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
         yield running
 
 
-@pytest.fixture
-def bucket(endpoint: Endpoint) -> Iterator[str]:
-    """A fresh bucket, gone with all it holds after the test: the server has a limited number of volumes."""
+@contextmanager
+def _fresh_bucket() -> Iterator[str]:
+    """Gone afterwards with all it holds: the server has a limited number of volumes."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     ensure_bucket(name)
     yield name
     make_client(Storage(bucket=name)).delete_bucket(Bucket=name)
+
+
+@pytest.fixture
+def bucket(endpoint: Endpoint) -> Iterator[str]:
+    """A fresh bucket."""
+    with _fresh_bucket() as name:
+        yield name
+
+
+@pytest.fixture(scope="module")
+def module_bucket(endpoint: Endpoint) -> Iterator[str]:
+    """A bucket for all tests of a module, which only read what one fixture put there."""
+    with _fresh_bucket() as name:
+        yield name
 
 
 @pytest.fixture

@@ -33,12 +33,12 @@ def _completion(row_id: str, answer: str, thought: str = "Let us count.") -> str
     return json.dumps({"id": row_id, "messages": messages, "finish_reason": "stop"})
 
 
-@pytest.fixture
-def recipe(bucket: str) -> Recipe:
+@pytest.fixture(scope="module")
+def recipe(module_bucket: str) -> Recipe:
     recipe = Recipe(
         name="test",
-        source=Source(bucket=bucket, prefix="completions/"),
-        storage=Storage(bucket=bucket, prefix="derived/"),
+        source=Source(bucket=module_bucket, prefix="completions/"),
+        storage=Storage(bucket=module_bucket, prefix="derived/"),
         target=Target(path=TARGET),
         tokenization=Tokenization(min_supervised_tokens=20),
     )

@@ -83,9 +83,8 @@ def clean_objects(make_recipe, bucket: str, stores: Stores) -> dict[str, bytes]:
     return objects(open_stores(recipe).derived)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_files_that_cannot_be_read_fail_alone_and_a_rerun_does_only_them(
-    make_recipe, bucket: str, stores: Stores, proxy: Proxy, far, workers: int
+    make_recipe, bucket: str, stores: Stores, proxy: Proxy, far
 ) -> None:
     def script(request: Request):
         if request.path.endswith("completions/f1.jsonl"):
@@ -98,14 +97,14 @@ def test_files_that_cannot_be_read_fail_alone_and_a_rerun_does_only_them(
         return None
 
     proxy.script = script
-    first = run(far(workers, read_timeout_s=2.0), stores)
+    first = run(far(2, read_timeout_s=2.0), stores)
     reasons = failed(first)
     assert sorted(reasons) == ["f1", "f3", "f5"]
     assert "access denied" in reasons["f1"]
     assert "in each of 2 tries" in reasons["f3"]
     assert "was replaced since it was listed" in reasons["f5"]
     proxy.script = lambda request: None
-    again = run(far(workers), stores)
+    again = run(far(2), stores)
     assert done_anew(again) == {"f1", "f3", "f5"}
     assert objects(stores.derived) == clean_objects(make_recipe, bucket, stores)
 
