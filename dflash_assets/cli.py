@@ -51,7 +51,7 @@ def sync(recipe: RecipeOption = DEFAULT_RECIPE) -> None:
 @partitions.command()
 def release(
     keys: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY]...", help="keys, patterns (part-0*) or ranges (A..B)")
+        list[str] | None, typer.Argument(metavar="KEY", help="keys, patterns (part-0*) or ranges (A..B)")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="whatever is quarantined")] = False,
     recipe: RecipeOption = DEFAULT_RECIPE,
