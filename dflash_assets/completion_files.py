@@ -173,7 +173,7 @@ def _materializations(
     for key, (version, metadata) in versions.items():
         if key in context.selected_asset_keys:
             made_from = {dep: used[dep] for dep in context.assets_def.asset_deps[key]}
-            last_event = context.instance.event_log_storage.get_maximum_record_id()
+            last_event = context.instance.event_log_storage.get_maximum_record_id() if made_from else None
             yield dg.AssetMaterialization(
                 asset_key=key,
                 partition=done.source.partition,
