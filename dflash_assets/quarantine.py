@@ -131,8 +131,9 @@ def report_quarantine(instance: dg.DagsterInstance, failed: Sequence[FailedFile]
     """Write the listing down where it differs from the last one."""
     verdict = quarantine_verdict(failed)
     history = instance.event_log_storage.get_asset_check_execution_history(QUARANTINE, limit=1)
-    event = history[0].event if history else None
-    last = event.dagster_event.asset_check_evaluation_data if event and event.dagster_event else None
+    event = history[0].event.dagster_event if history and history[0].event else None
+    given = event is not None and event.event_type == dg.DagsterEventType.ASSET_CHECK_EVALUATION  # else only planned
+    last = event.asset_check_evaluation_data if event and given else None
     if last is None or (last.passed, last.metadata) != (verdict.passed, verdict.metadata):
         instance.report_runless_asset_event(verdict)
 

@@ -9,6 +9,7 @@ import pytest
 from dagster_aws.s3 import S3Resource
 
 from dflash_assets import completion_files, reruns
+from dflash_assets.checks import nothing_quarantined
 from dflash_assets.definitions import defs
 from dflash_assets.partitions import RANGE_END, RANGE_START
 from dflash_assets.quarantine import QUARANTINE, FailedFile, failed_files, release, release_files
@@ -182,6 +183,28 @@ def test_quarantined_files_are_released_by_pattern_or_all(
     assert release_files(instance, recipe, []) == ["part-0", "rest-3"]
     assert held() == set()
     assert release_files(instance, recipe, []) == []
+
+
+def test_a_check_that_its_failed_run_never_came_to_stops_no_tick(
+    instance: dg.DagsterInstance,
+    source: Store,
+    sync: Sync,
+    recipe_file: Path,
+    tick: Callable[[str], list[dg.RunRequest]],
+) -> None:
+    source.put("bad.jsonl", b"not json\n")
+    sync()
+    result = dg.materialize(
+        [completion_files.completion_file_assets, nothing_quarantined],
+        partition_key="bad",
+        instance=instance,
+        resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
+        raise_on_error=False,
+    )
+    assert not result.success
+    (planned,) = instance.event_log_storage.get_asset_check_execution_history(QUARANTINE, limit=9)
+    assert planned.status.value == "PLANNED"
+    assert len(tick("rerun_failed_files")) == 1
 
 
 def test_a_tick_asks_for_no_more_than_it_can_write_down_and_tells_only_what_is_new(
