@@ -7,7 +7,7 @@ SERVING := .venv-serving
 SERVING_READY := $(SERVING)/.ready
 UI ?=
 MATERIAL ?= ../shared
-WORKERS ?= 2
+WORKERS ?= 3
 
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
