@@ -3,12 +3,13 @@
 The trade-off: an observation is an event in Dagster's database, so the process reports seldom, not every step.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import dagster as dg
+
+from dflash_core.training.ticking import ticking
 
 POLL_S = 2.0
 
@@ -16,26 +17,17 @@ POLL_S = 2.0
 @contextmanager
 def observed(context: dg.AssetExecutionContext, asset_key: dg.AssetKey, session: dg.PipesSession) -> Iterator[None]:
     """While the context lasts, log the session's custom messages (tables of numbers) as observations of the asset."""
-    ended = threading.Event()
+    seen = 0
 
     def follow() -> None:
-        seen = 0
-        while True:
-            last = ended.wait(POLL_S)
-            messages = list(session.get_custom_messages())
-            for message in messages[seen:]:
-                context.log_event(dg.AssetObservation(asset_key, metadata=_readable(message)))
-            seen = len(messages)
-            if last:
-                return
+        nonlocal seen
+        messages = list(session.get_custom_messages())
+        for message in messages[seen:]:
+            context.log_event(dg.AssetObservation(asset_key, metadata=_readable(message)))
+        seen = len(messages)
 
-    thread = threading.Thread(target=follow, name="observations", daemon=True)
-    thread.start()
-    try:
+    with ticking(follow, POLL_S, "observations"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _readable(numbers: dict[str, Any]) -> dict[str, float]:

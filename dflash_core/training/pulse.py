@@ -5,10 +5,11 @@ on, so the waiting for each other within a step has limits of its own (`placemen
 """
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from dflash_core.training.ticking import ticking
 
 BEAT_S = 1.0
 
@@ -16,20 +17,11 @@ BEAT_S = 1.0
 @contextmanager
 def beating(file: Path) -> Iterator[None]:
     """Touch `file` every second; at the end it goes, and nobody is missed."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(BEAT_S):
-            os.utime(file)
-
     file.touch()
-    thread = threading.Thread(target=beat, name="pulse", daemon=True)
-    thread.start()
     try:
-        yield
+        with ticking(lambda: os.utime(file), BEAT_S, "pulse"):
+            yield
     finally:
-        ended.set()
-        thread.join()
         file.unlink()
 
 
