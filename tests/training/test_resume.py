@@ -13,7 +13,7 @@ from dflash_core.errors import IncompatibleError, TrainingStopped, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, SavedStep, TrainingSet
 from dflash_core.storage.store import Store
-from dflash_core.storage.transfers import sha256_file
+from dflash_core.storage.transfers import delete_object, sha256_file
 from dflash_core.training.checkpoint import METRICS, STATE
 from dflash_core.training.metrics import StepMetrics
 from dflash_core.training.ranks import INTERRUPTED
@@ -52,6 +52,11 @@ class World:
     def stop(self, step: int) -> None:
         with pytest.raises(TrainingStopped, match="the same command continues"):
             self.train_here(step)
+
+    def lose_in_store(self, checkpoint: str) -> None:
+        """Delete what was uploaded of one checkpoint; of all for an empty name."""
+        for key, _, _ in list(self.store.list(f"drafter_checkpoint/{self.run_folder.name}/checkpoints/{checkpoint}")):
+            delete_object(self.store, key)
 
     @property
     def run_folder(self) -> Path:
@@ -190,8 +195,7 @@ def test_a_damaged_last_checkpoint_falls_back_aloud(
     checkpoints = world.run_folder / "checkpoints"
     last = sorted(checkpoints.glob("0*"))[-1]
     flip(last / "masters-000.safetensors")
-    for key, _, _ in list(world.store.list(f"drafter_checkpoint/{world.run_folder.name}/checkpoints/{last.name}")):
-        world.store.client.delete_object(Bucket=world.store.bucket, Key=world.store.prefix + key)
+    world.lose_in_store(last.name)
     checkpoint, _ = world.train_here()
     assert f"checkpoint of step {int(last.name)} cannot be used" in caplog.text
     assert "trying the one before" in caplog.text
@@ -205,8 +209,7 @@ def test_a_damaged_pointer_falls_back_aloud_to_what_lies_beside_it(
     plain, _ = make_world("plain").train_here()
     world = make_world("damaged")
     world.stop(4)
-    for key, _, _ in list(world.store.list(f"drafter_checkpoint/{world.run_folder.name}/checkpoints/")):
-        world.store.client.delete_object(Bucket=world.store.bucket, Key=world.store.prefix + key)
+    world.lose_in_store("")
     checkpoints = world.run_folder / "checkpoints"
     last = sorted(checkpoints.glob("0*"))[-1]
     (checkpoints / "latest.json").write_text("{")
