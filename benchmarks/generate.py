@@ -99,7 +99,7 @@ def _busy(folder: Path, arguments: argparse.Namespace) -> Numbers:
         client = psutil.Process(_start(folder, recipe))
         began, resident, seen = time.monotonic(), [], {}
         cpu_s, first = 0.0, 0.0
-        while client.is_running() and client.status() != psutil.STATUS_ZOMBIE:
+        while _works(client):
             cpu_s = sum(client.cpu_times()[:2])
             seen = _ask(f"{url}/seen")
             first = first or (time.monotonic() if seen["answers"] > 2 else 0.0)
@@ -133,11 +133,7 @@ def _killed(folder: Path, arguments: argparse.Namespace) -> Numbers:
         moments = sorted(chance.uniform(0.02, 0.98) * arguments.prompts for _ in range(arguments.kills))
         client = psutil.Process(_start(folder, recipe))
         for moment in moments:
-            while (
-                client.is_running()
-                and client.status() != psutil.STATUS_ZOMBIE
-                and _ask(f"{url}/seen")["answers"] < moment
-            ):
+            while _works(client) and _ask(f"{url}/seen")["answers"] < moment:
                 time.sleep(SAMPLE_S)
             client.send_signal(signal.SIGKILL)
             kills += client.wait() == -signal.SIGKILL
@@ -213,6 +209,10 @@ def _server(port: int, delay_s: float) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def _works(client: psutil.Process) -> bool:
+    return client.is_running() and client.status() != psutil.STATUS_ZOMBIE
 
 
 def _ask(url: str) -> dict[str, Any]:

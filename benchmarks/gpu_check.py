@@ -44,7 +44,7 @@ from benchmarks.pipeline import (
     synchronize,
     utilisation,
 )
-from dflash_core.drafter.objective import SlotWeights, block_loss, slot_targets
+from dflash_core.drafter.objective import block_loss, slot_targets
 from dflash_core.drafter.visibility import Blocks, FlexAttention, SdpaAttention, block_mask
 
 FLEX_BOUND = 2e-3
@@ -129,15 +129,14 @@ def objective_memory(device: torch.device, tiny: bool) -> Checked:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     head = torch.randn(V, H, device=device, dtype=dtype) * 0.02
     hidden = torch.randn(1, N * K, H, device=device, requires_grad=True)
-    weights = SlotWeights("decay", 7.0)
 
     def ours() -> Tensor:
-        sums = block_loss(hidden, head, targets, weights)
+        sums = block_loss(hidden, head, targets, DECAY)
         return sums.loss / sums.weight
 
     def plain() -> Tensor:
         slot = targets.row % K
-        weight = torch.exp((1 - slot) / weights.gamma)
+        weight = torch.exp((1 - slot) / DECAY.gamma)
         logits = (hidden.flatten(0, 1).to(dtype) @ head.t()).float()
         ce = F.cross_entropy(logits[targets.row], targets.label, reduction="none")
         return (weight * ce).sum() / weight.sum()

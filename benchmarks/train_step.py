@@ -33,17 +33,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel
 
-from benchmarks.pipeline import PUBLISHED, TINY, device_of, make_world, overlap_share, run_steps, utilisation
+from benchmarks.pipeline import DECAY, PUBLISHED, TINY, device_of, make_world, overlap_share, run_steps, utilisation
 from benchmarks.specforge_step import specforge_step
 from dflash_core.drafter import model
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter, embed_blocks
-from dflash_core.drafter.objective import SlotTargets, SlotWeights, block_loss, slot_targets
+from dflash_core.drafter.objective import SlotTargets, block_loss, slot_targets
 from dflash_core.drafter.visibility import Attention, Blocks, boolean_mask
 
 H, S, N, K, V, V_SMALL = 576, 1024, 128, 16, 248_320, 8_192
 LAYERS, CHUNK_ROWS = 5, 1024
-WEIGHTS = SlotWeights("decay", 7.0)
 TARGET_LAYERS = 27
 """Of SmolLM2-135M's 30: up to the deepest captured one."""
 
@@ -117,7 +116,7 @@ def our_step(case: Case) -> Callable[[], Tensor]:
     blocks, targets = our_targets(case)
 
     def step() -> Tensor:
-        sums = block_loss(hidden_states(case, blocks), case.head, targets, WEIGHTS)
+        sums = block_loss(hidden_states(case, blocks), case.head, targets, DECAY)
         loss = sums.loss / sums.weight
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
@@ -129,7 +128,7 @@ def plain_loss(hidden: Tensor, case: Case) -> Tensor:
     """Cross-entropy over the whole logits at once, slot 0 masked afterwards; [1, N*K, H] -> scalar."""
     slots = torch.arange(K)
     labels = case.ids.gather(1, (case.blocks.anchor[..., None] + slots).flatten(1)).flatten()
-    weight = (torch.exp((1 - slots) / WEIGHTS.gamma) * (slots > 0)).repeat(N)
+    weight = (torch.exp((1 - slots) / DECAY.gamma) * (slots > 0)).repeat(N)
     ce = F.cross_entropy(hidden[0] @ case.head.t(), labels, reduction="none")
     return (weight * ce).sum() / weight.sum()
 
@@ -182,7 +181,7 @@ def objective_bytes(kind: str, vocabulary: int) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     if kind == "ours":
-        sums = block_loss(hidden, case.head, targets, WEIGHTS)
+        sums = block_loss(hidden, case.head, targets, DECAY)
         (sums.loss / sums.weight).backward()  # type: ignore[no-untyped-call]
     else:
         plain_loss(hidden, case).backward()  # type: ignore[no-untyped-call]
@@ -221,7 +220,7 @@ def shares(case: Case) -> dict[str, float]:
 
     def run_objective() -> None:
         hidden = torch.randn(1, N * K, H, requires_grad=True)
-        block_loss(hidden, case.head, targets, WEIGHTS).loss.backward()  # type: ignore[no-untyped-call]
+        block_loss(hidden, case.head, targets, DECAY).loss.backward()  # type: ignore[no-untyped-call]
 
     def run_drafter() -> None:
         hidden_states(case, blocks).sum().backward()  # type: ignore[no-untyped-call]
@@ -233,7 +232,7 @@ def shares(case: Case) -> dict[str, float]:
 
 def versus_specforge(case: Case, checkout: Path, steps: int) -> dict[str, float]:
     """SpecForge's step, its time as a multiple of ours measured right beside it; the losses must agree."""
-    theirs = specforge_step(checkout, case, WEIGHTS.gamma)
+    theirs = specforge_step(checkout, case, DECAY.gamma)
     ours = our_step(case)
     losses = [float(step().detach()) for step in (ours, theirs)]
     if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[0]):
