@@ -47,10 +47,8 @@ def _may_hide_a_key(text: bytes, keys: int) -> bool:
     codes = np.frombuffer(text, np.uint8)
     colons = np.flatnonzero(codes == COLON)
     before = codes[colons - 1]
-    white = before <= SPACE  # all other control characters are refused by now
-    if np.count_nonzero(before == QUOTE) == keys and not np.count_nonzero(white):
-        return False  # nearly every line
     ends = (colons[before == QUOTE] - 1).tolist()
+    white = before <= SPACE  # all other control characters are refused by now
     if white.any():
         places = (_before_white(text, colon) for colon in colons[white].tolist())
         ends += [place for place in places if text[place] == QUOTE]
