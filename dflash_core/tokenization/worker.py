@@ -1,4 +1,4 @@
-"""The processes that tokenize: a nursery that loads the tokenizer once and forks one worker a core.
+"""The processes that tokenize: a nursery that loads the tokenizer once, forks one worker a core and forgets it.
 
 A fresh interpreter rather than a fork of the caller, whose threads would make forking unsafe; a fork of the nursery
 rather than a fresh interpreter per worker, since loading a tokenizer costs seconds of CPU and 300 MB. Workers talk to
@@ -27,8 +27,7 @@ from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.objects import FileDone, Names, TokenizedFile, store_file
 
 HEARTBEAT_S = 5.0
-M_ARENA_MAX = -8
-
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 Kind = Literal["ready", "began", "progress", "computed", "log", "result", "refused", "crashed"]
 
@@ -77,12 +76,13 @@ def main() -> None:
     voice = Voice(control)
     _forward_log(voice)
     try:
-        tokenizer = FileTokenizer(recipe)
+        tokenizer: FileTokenizer | None = FileTokenizer(recipe)
     except UserError as error:
         voice.say("refused", type(error).__name__, str(error))
         return
     voice.say("ready", os.getpid())
     _trim()
+    forked = 0
     while True:
         try:
             slot = control.recv() if control.poll(1.0) else None
@@ -90,21 +90,32 @@ def main() -> None:
             return
         if slot is not None:
             _fork(slot, worker_fds, control, tokenizer, recipe, processes)
+            forked += 1
+            if forked == processes:  # whoever has to follow one that died loads it again
+                tokenizer = None
+                _trim()
         _reap()
 
 
 def _trim() -> None:
     """Give back what loading needed, 180 MB of 440, so that no worker inherits it; glibc only, elsewhere it stays."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
+        libc.mallopt(M_MMAP_THRESHOLD, 256 << 10)  # instead of one that grows to 32 MB: larger blocks are given back
         libc.mallopt(M_ARENA_MAX, 2)  # instead of one for each of a worker's 32 threads
         libc.malloc_trim(0)
 
 
 def _fork(
-    slot: int, worker_fds: list[int], control: Connection, tokenizer: FileTokenizer, recipe: Recipe, processes: int
+    slot: int,
+    worker_fds: list[int],
+    control: Connection,
+    tokenizer: FileTokenizer | None,
+    recipe: Recipe,
+    processes: int,
 ) -> None:
     nursery = os.getpid()
     if os.fork() == 0:
@@ -148,13 +159,14 @@ class Voice:
             self.say("progress")
 
 
-def _work(socket: Connection, tokenizer: FileTokenizer, recipe: Recipe, processes: int, nursery: int) -> int:
+def _work(socket: Connection, tokenizer: FileTokenizer | None, recipe: Recipe, processes: int, nursery: int) -> int:
     threading.Thread(target=_end_with, args=(nursery,), daemon=True).start()
     voice = Voice(socket)
     _forward_log(voice)
-    voice.say("ready", os.getpid())
-    tokenizer.on_progress = voice.progress
     try:
+        tokenizer = tokenizer or FileTokenizer(recipe)
+        tokenizer.on_progress = voice.progress
+        voice.say("ready", os.getpid())
         engine = TokenizingEngine(tokenizer, recipe, processes, voice)
         while True:
             while socket.poll(0) or not engine.outstanding:

@@ -1,0 +1,35 @@
+"""What a run holds with a vocabulary of real size: each worker its tokenizer, and nobody else one."""
+
+import json
+from pathlib import Path
+
+import psutil
+
+from dflash_core.recipe import Recipe
+from dflash_core.storage.store import list_sources, open_stores
+from dflash_core.tokenization.pipeline import process_files
+
+FILES = 6
+
+
+def test_the_process_that_forked_the_workers_keeps_no_tokenizer(bucket: str, material: Path) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "test",
+            "source": {"bucket": bucket, "prefix": "completions/"},
+            "storage": {"bucket": bucket, "prefix": "derived/"},
+            "target": {"path": material / "tokenizers/qwen3.6"},
+            "tokenization": {"workers": 2},
+        }
+    )
+    stores = open_stores(recipe)
+    for i in range(FILES):
+        stores.source.put(f"f{i}.jsonl", json.dumps({"prompt": f"q {i}", "completion": "an answer " * 40}).encode())
+    outcomes = process_files(recipe, list_sources(stores.source))
+    next(outcomes)
+    [nursery] = [child for child in psutil.Process().children() if any("worker" in word for word in child.cmdline())]
+    workers = nursery.children()
+    assert len(workers) == 2
+    held, least = nursery.memory_info().rss, min(worker.memory_info().rss for worker in workers)
+    list(outcomes)
+    assert held < least / 2
