@@ -1,6 +1,7 @@
 """The step: one update whatever the number of ranks, and nothing that is not finite ever reaches the weights."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from dflash_core.batches.cache import RowStore
 from dflash_core.batches.loader import Batch, Loader, Shape
-from dflash_core.drafter import visibility
+from dflash_core.drafter import model, visibility
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.objective import SlotWeights
@@ -26,7 +27,7 @@ from tests.training.conftest import MASK, VOCABULARY, random_rows, row_store
 from tests.training.ranks import run_ranks
 from tests.waits import Waits
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 CONFIG = DrafterConfig(
     vocab_size=VOCABULARY,
     hidden_size=32,
@@ -310,6 +311,31 @@ def test_a_step_never_waits_for_the_device(
         assert waits.seen == []
         learner.reduced_coverage().tolist()
         assert len(waits.seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+def test_nothing_of_a_step_is_left_on_the_host(
+    rows: RowStore, world: tuple[Target, Head], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device takes the GPU's place: it refuses a tensor of the CPU beside its own, and to be read."""
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, **_: Any) -> torch.Tensor:
+        index = torch.zeros(1, dtype=torch.int64, device=META)
+        assert block_mask.mask_mod(index, index, index, index).device == META
+        assert block_mask.kv_indices.device == block_mask.full_kv_indices.device == META
+        return query + key.sum() + value.sum()
+
+    monkeypatch.setattr(model, "attention", visibility.FlexAttention)
+    monkeypatch.setattr(visibility, "_compiled_flex", lambda: kernel)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which the meta device does not know
+    monkeypatch.setattr(step, "Arrival", lambda tensor, _: SimpleNamespace(tensor=tensor))
+    head = Head(*(end.to(META, torch.float32) for end in (world[1].embedding, world[1].lm_head)))
+    learner = Learner(Drafter(CONFIG).to(META), head, replace(RULES, weights=SlotWeights(kind, 4.0)), files=2)
+    work = prepare(full_batch(rows), PREPARATION)
+    learner.accumulate(work.to(META), torch.empty(4, work.batch.ids.shape[1], 64, device=META))
+    assert learner.update(1e-2, stop=False)._packed.tensor.device == META  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="meta"):
+        learner.accumulate(work, torch.empty(4, work.batch.ids.shape[1], 64, device=META))
 
 
 def test_a_step_without_a_supervised_slot_changes_nothing(rows: RowStore, world: tuple[Target, Head]) -> None:
