@@ -129,10 +129,13 @@ def finish(process: subprocess.Popen[bytes]) -> None:
         sys.exit(f"dflash tokenize ended with {process.returncode}; see its output above")
 
 
-def manifests(derived: Store) -> int:
-    """Files done so far."""
-    keys = (key for key, _, _ in derived.list("tokenized_shards/"))
-    return sum(key.endswith(".json") for key in keys)
+def done(derived: Store) -> set[str]:
+    """Partitions that are whole: those with a manifest, which is written last."""
+    return {_partition(key) for key, _, _ in derived.list("tokenized_shards/") if key.endswith(".json")}
+
+
+def _partition(key: str) -> str:
+    return key.rsplit("/", 1)[-1].split(".", 1)[0]
 
 
 def uninterrupted(settings: Recipe, work: Path, files: int) -> Numbers:
@@ -145,7 +148,7 @@ def uninterrupted(settings: Recipe, work: Path, files: int) -> Numbers:
     at_100 = None
     while process.poll() is None:
         time.sleep(2.0)
-        if at_100 is None and manifests(derived) >= min(100, files // 4):
+        if at_100 is None and len(done(derived)) >= min(100, files // 4):
             at_100 = len(memory.samples)
     finish(process)
     wall = time.monotonic() - began
@@ -164,21 +167,20 @@ def killed_at_half(settings: Recipe, work: Path, files: int) -> Numbers:
     """SIGKILL at half, then the same command: what was done is not done again."""
     derived = open_stores(settings).derived
     process = start(settings, work)
-    while manifests(derived) < files // 2 and process.poll() is None:
+    while len(done(derived)) < files // 2 and process.poll() is None:
         time.sleep(0.5)
     if process.poll() is not None:
         sys.exit(f"dflash tokenize ended with {process.returncode} before it was at half; see its output above")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(3.0)  # the workers notice within a second
-    before = {key: etag for key, _, etag in derived.list() if key.endswith(".json")}
-    modified = _modified(derived)
+    before, modified = done(derived), _modified(derived)
     began = time.monotonic()
     finish(start(settings, work))
     wall = time.monotonic() - began
     again = _modified(derived)
-    redone = sum(again[key] != modified[key] for key in before)
-    return {"killed_at_files": len(before) / 2, "resumed_wall_s": wall, "objects_written_again": redone}
+    redone = sum(again[key] != when for key, when in modified.items() if _partition(key) in before)
+    return {"killed_at_files": len(before), "resumed_wall_s": wall, "objects_written_again": redone}
 
 
 def _modified(derived: Store) -> dict[str, datetime]:
