@@ -1,7 +1,7 @@
 """The caller's side of the worker processes: who holds which file, and what becomes of it when a worker dies.
 
 The file a worker was at when it died, or on which it made no progress for `STALL_S`, fails with a sentence; files that
-waited there, or for their upload, go to another worker. Nothing waits forever.
+waited there, or for their upload, go to another worker as long as there is one. Nothing waits forever.
 """
 
 import json
@@ -72,6 +72,8 @@ class WorkerPool:
         self._next_slot = 0
         self._workers: list[Worker] = []
         self._wanted = processes
+        self._last_end = ""
+        """What became of the worker that ended last."""
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -100,9 +102,8 @@ class WorkerPool:
         while waiting or any(worker.held for worker in self._workers):
             self._give(waiting)
             if not self._workers:
-                yield from (
-                    FileFailed(s, "no worker process is left to tokenize it; see the other failures") for s in waiting
-                )
+                why = f"no worker process is left to tokenize it, the last one {self._last_end}; run it again"
+                yield from (FileFailed(source, f"{source.uri}: {why}") for source in waiting)
                 return
             yield from self._listen(waiting)
 
@@ -123,19 +124,23 @@ class WorkerPool:
             try:
                 message: Message = worker.connection.recv()
             except (EOFError, ConnectionResetError):
-                yield from self._bury(worker, waiting, "its worker process was killed (out of memory?)")
+                yield from self._bury(worker, waiting, "was killed (out of memory?)")
                 continue
             worker.heard = time.monotonic()
             if message.kind == "result":
                 worker.held.pop(str(message.subject))
                 yield message.value  # type: ignore[misc]
             elif message.kind == "crashed":
-                yield from self._bury(worker, waiting, f"its worker process failed: {message.value}")
+                yield from self._bury(worker, waiting, f"failed: {message.value}")
+            elif message.kind == "refused":
+                self._next_slot = len(self._spare)  # whoever followed would be refused, too
+                yield from self._bury(worker, waiting, f"could not begin ({message.value})")
             else:
                 self._note(worker, message)
         for worker in list(self._workers):
-            if worker.computing is not None and time.monotonic() - worker.heard > STALL_S:
-                yield from self._bury(worker, waiting, f"its worker process made no progress for {STALL_S:.0f} s")
+            at_work = worker.computing is not None or worker.pid is None
+            if at_work and time.monotonic() - worker.heard > STALL_S:
+                yield from self._bury(worker, waiting, f"made no progress for {STALL_S:.0f} s")
 
     def _note(self, worker: Worker, message: Message) -> None:
         if message.kind == "ready":
@@ -151,11 +156,11 @@ class WorkerPool:
         _kill(worker.pid)
         worker.connection.close()
         self._workers.remove(worker)
+        self._last_end = reason
         self._start_worker()
         for partition, source in worker.held.items():
-            # Before its first file a worker can only have failed for a reason that the next one shares.
-            if partition == worker.computing or worker.pid is None:
-                yield FileFailed(source, f"{source.uri}: {reason}; run it again")
+            if partition == worker.computing:
+                yield FileFailed(source, f"{source.uri}: its worker process {reason}; run it again")
             else:
                 waiting.appendleft(source)
 

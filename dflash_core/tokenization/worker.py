@@ -18,7 +18,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
-from dflash_core.errors import UserError
+from dflash_core.errors import RecipeError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile
 from dflash_core.storage.store import Download, open_stores
@@ -76,23 +76,25 @@ def main() -> None:
     voice = Voice(control)
     _forward_log(voice)
     try:
-        tokenizer: FileTokenizer | None = FileTokenizer(recipe)
+        loaded = FileTokenizer(recipe)
     except UserError as error:
         voice.say("refused", type(error).__name__, str(error))
         return
     voice.say("ready", os.getpid())
     _trim()
-    forked = 0
+    given: FileTokenizer | str = loaded
+    fingerprint, forked = loaded.fingerprint, 0
+    del loaded
     while True:
         try:
             slot = control.recv() if control.poll(1.0) else None
         except (EOFError, ConnectionResetError):
             return
         if slot is not None:
-            _fork(slot, worker_fds, control, tokenizer, recipe, processes)
+            _fork(slot, worker_fds, control, given, recipe, processes)
             forked += 1
             if forked == processes:  # whoever has to follow one that died loads it again
-                tokenizer = None
+                given = fingerprint
                 _trim()
         _reap()
 
@@ -113,7 +115,7 @@ def _fork(
     slot: int,
     worker_fds: list[int],
     control: Connection,
-    tokenizer: FileTokenizer | None,
+    given: FileTokenizer | str,
     recipe: Recipe,
     processes: int,
 ) -> None:
@@ -125,7 +127,7 @@ def _fork(
                 os.close(fd)
         status = 1
         try:
-            status = _work(Connection(worker_fds[slot]), tokenizer, recipe, processes, nursery)
+            status = _work(Connection(worker_fds[slot]), given, recipe, processes, nursery)
         finally:
             os._exit(status)
     os.close(worker_fds[slot])
@@ -159,12 +161,13 @@ class Voice:
             self.say("progress")
 
 
-def _work(socket: Connection, tokenizer: FileTokenizer | None, recipe: Recipe, processes: int, nursery: int) -> int:
+def _work(socket: Connection, given: FileTokenizer | str, recipe: Recipe, processes: int, nursery: int) -> int:
+    """Serve the socket with the given tokenizer, or with one loaded anew that has to have the given fingerprint."""
     threading.Thread(target=_end_with, args=(nursery,), daemon=True).start()
     voice = Voice(socket)
     _forward_log(voice)
     try:
-        tokenizer = tokenizer or FileTokenizer(recipe)
+        tokenizer = _load_again(recipe, given) if isinstance(given, str) else given
         tokenizer.on_progress = voice.progress
         voice.say("ready", os.getpid())
         engine = TokenizingEngine(tokenizer, recipe, processes, voice)
@@ -175,9 +178,19 @@ def _work(socket: Connection, tokenizer: FileTokenizer | None, recipe: Recipe, p
                 voice.say("result", result.source.partition, result)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # nobody is left to work for
+    except UserError as error:
+        voice.say("refused", type(error).__name__, str(error))
+        return 1
     except Exception:  # noqa: BLE001 - the border of the process: whatever it was, the caller is told
         voice.say("crashed", os.getpid(), traceback.format_exc(limit=-3))
         return 1
+
+
+def _load_again(recipe: Recipe, fingerprint: str) -> FileTokenizer:
+    tokenizer = FileTokenizer(recipe)
+    if tokenizer.fingerprint != fingerprint:
+        raise RecipeError(f"the tokenizer in {recipe.tokenizer_path} was changed while it was in use")
+    return tokenizer
 
 
 def _end_with(parent: int) -> None:

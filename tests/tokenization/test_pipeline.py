@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -222,6 +223,53 @@ def test_a_killed_worker_fails_the_file_it_had_begun_and_no_other(make_recipe, s
     failed = {p: outcome.reason for p, outcome in done.items() if isinstance(outcome, FileFailed)}
     assert list(failed) == ["a-slow"]
     assert "worker process was killed" in failed["a-slow"]
+
+
+@pytest.mark.parametrize("then", ["removed", "changed"])
+def test_a_tokenizer_that_is_not_the_same_any_more_makes_no_shard_and_fails_no_other_file(
+    make_recipe, stores, bucket, monkeypatch, tmp_path, folders, then: str
+) -> None:
+    """Whoever follows a killed worker loads the tokenizer again."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(folders["prefilled"], folder)
+    settings = {"workers": 2, "backend": "huggingface", "max_length": 100, "tokenizer": folder}
+    recipe = make_recipe(bucket=bucket, **settings)
+    name = fingerprint(recipe)
+    stores.source.put("a-slow.jsonl", slow_rows(60))
+    killed = signal_worker_at("a-slow", signal.SIGKILL, monkeypatch)
+    loaded = pool.WorkerPool._await_nursery
+
+    def when_loaded(self: pool.WorkerPool) -> None:
+        loaded(self)
+        shutil.rmtree(folder)
+        if then == "changed":
+            shutil.copytree(folders["generated"], folder)
+
+    monkeypatch.setattr(pool.WorkerPool, "_await_nursery", when_loaded)
+    done = by_partition(process_files(recipe, list_sources(stores.source)))
+    assert killed
+    assert [p for p, outcome in done.items() if isinstance(outcome, FileFailed)] == ["a-slow"]
+    assert len(done) == FILES + 1
+    assert {key.split("/")[1] for key in objects(stores.derived)} == {name}
+
+
+def test_when_no_worker_is_left_every_file_is_told_why(make_recipe, stores, bucket, monkeypatch) -> None:
+    note = pool.WorkerPool._note
+
+    def killing(self: pool.WorkerPool, worker: pool.Worker, message: Message) -> None:
+        note(self, worker, message)
+        if message.kind == "ready" and worker.pid is not None:
+            os.kill(worker.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(pool.WorkerPool, "_note", killing)
+    done = by_partition(process_files(make_recipe(bucket=bucket, workers=2), list_sources(stores.source)))
+    reasons = {p: outcome.reason for p, outcome in done.items() if isinstance(outcome, FileFailed)}
+    assert reasons
+    for partition, outcome in done.items():
+        if partition in reasons:
+            assert reasons[partition].startswith(outcome.source.uri)
+            assert "killed (out of memory?)" in reasons[partition]
+    assert len(done) == FILES
 
 
 def test_a_worker_that_makes_no_progress_is_ended(make_recipe, stores, bucket, monkeypatch) -> None:
