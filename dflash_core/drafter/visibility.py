@@ -17,13 +17,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 TILE = 128
 SDPA_QUERIES = 256
 """Queries of one SDPA call: fewer skip more of the context, more cost less overhead."""
 MOST_KERNELS = 64
 """Compiled flex kernels of one process; torch's own limit of 8 is passed by a drafter with a window."""
+KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
+"""Below 128 queries torch would take its decoding kernel, which has no tile for three to seven blocks of 16 slots."""
 
 
 class Blocks(NamedTuple):
@@ -207,7 +209,8 @@ class FlexAttention:
         self._masks = {window: block_mask(blocks, shape, window) for window in set(windows)}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        return _compiled_flex()(query, key, value, block_mask=self._masks[window], enable_gqa=True)
+        mask = self._masks[window]
+        return _compiled_flex()(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=KERNEL)
 
 
 @cache

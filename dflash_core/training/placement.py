@@ -5,13 +5,16 @@ The trade-off: a rank launches the work of all its devices from one thread, whic
 step waits for a device.
 """
 
+import shutil
+import sysconfig
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import distributed
 
-from dflash_core.errors import RecipeError
+from dflash_core.errors import RecipeError, UserError
 from dflash_core.recipe import Placement
 
 SETUP_TIMEOUT = timedelta(hours=2)
@@ -64,24 +67,44 @@ def place(placement: Placement, rank: int, ranks: int) -> RankPlacement:
 
 
 def join(placement: Placement) -> tuple[int, int]:
-    """Set up threads and, under torchrun, the process group (NCCL between GPUs, gloo else); returns (rank, ranks).
+    """Set up threads, device and, under torchrun, the process group (NCCL between GPUs, gloo else): (rank, ranks).
 
     Raises:
         RecipeError: the drafter of this rank has no device here.
+        UserError: on a GPU, see `require_compiler`.
     """
     if placement.threads:
         torch.set_num_threads(placement.threads)
-    if not distributed.is_torchelastic_launched():
+    several = distributed.is_torchelastic_launched()
+    local = distributed.get_node_local_rank() if several else 0
+    device = _device(placement.drafters[local % len(placement.drafters)], "drafters")  # `place` compares the counts
+    if device.type == "cuda":
+        require_compiler()
+        torch.cuda.set_device(device)  # for what does not ask: collectives of Python objects, foreign kernels
+    if not several:
         return 0, 1
     if not distributed.is_initialized():
-        local = distributed.get_node_local_rank()
-        device = _device(placement.drafters[local % len(placement.drafters)], "drafters")  # `place` compares the counts
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # what collectives of Python objects use
             distributed.init_process_group("nccl", timeout=SETUP_TIMEOUT, device_id=device)
         else:
             distributed.init_process_group("gloo", timeout=SETUP_TIMEOUT)
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def require_compiler() -> None:
+    """Refuse a machine on which the attention kernel cannot be compiled, before hours of loading.
+
+    Raises:
+        UserError: Triton will not find a C compiler, or Python's headers.
+    """
+    header = Path(sysconfig.get_paths("posix_prefix")["include"]) / "Python.h"
+    lacking = [] if any(map(shutil.which, ("gcc", "clang"))) else ["a C compiler (gcc or clang)"]
+    lacking += [] if header.is_file() else [f"Python's headers ({header})"]
+    if lacking:
+        raise UserError(
+            f"training on a GPU compiles its attention kernel and lacks {' and '.join(lacking)} here; install them (on "
+            "Debian gcc, libc6-dev and, where Python is Debian's own, python3-dev)"
+        )
 
 
 def step_group(placement: Placement) -> distributed.ProcessGroup | None:

@@ -139,6 +139,6 @@ class Slot:
 
 
 def _copy(part: torch.Tensor, hidden: torch.Tensor) -> None:
-    part.copy_(hidden, non_blocking=True)
+    part.copy_(hidden, non_blocking=part.is_cuda)
     if hidden.is_cuda:
         hidden.record_stream(torch.cuda.current_stream(hidden.device))

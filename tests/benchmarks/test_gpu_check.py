@@ -28,7 +28,7 @@ def test_every_check_runs_on_a_cpu_and_claims_nothing_it_cannot_see(tmp_path: Pa
     checks = report["checks"]
     assert set(checks) == {"flex_equals_sdpa", "no_sync", "objective_memory", "published_shape"}
     assert checks["flex_equals_sdpa"]["passed"] is True
-    assert checks["flex_equals_sdpa"]["value"] < 1e-5
+    assert checks["flex_equals_sdpa"]["value float32"] < 1e-5
     assert checks["flex_equals_sdpa"]["gradient_compared"] is False
     assert checks["no_sync"]["passed"] is None
     assert set(checks["no_sync"]["step_s"]) == {"decay", "dpace"}
@@ -44,19 +44,38 @@ def test_one_gpu_is_one_device_however_it_is_spelled() -> None:
     assert (device_of("cuda:1"), device_of("cpu")) == (torch.device("cuda", 1), torch.device("cpu"))
 
 
-def test_a_check_that_raises_anything_is_failed_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_anything_is_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> gpu_check_module.Checked:
         raise NotImplementedError("no such kernel")
 
-    for name in ("no_sync", "objective_memory", "published_shape"):
-        monkeypatch.setattr(gpu_check_module, name, lambda *_: {"passed": True})
-    monkeypatch.setattr(gpu_check_module, "flex_equals_sdpa", broken)
-    told: list[dict[str, bool]] = []
+    monkeypatch.setitem(gpu_check_module.CHECKS, "no_sync", (broken, 1.0))
     cpu = torch.device("cpu")
-    gpu_check_module.check(cpu, True, cpu, lambda now: told.append({name: r["passed"] for name, r in now.items()}))
-    assert told[0] == {"flex_equals_sdpa": False}
-    assert [len(now) for now in told] == [1, 2, 3, 4]
-    assert told[-1] == {"flex_equals_sdpa": False, "no_sync": True, "objective_memory": True, "published_shape": True}
+    assert gpu_check_module.checked("no_sync", cpu, True, cpu) == {
+        "passed": False,
+        "error": "NotImplementedError: no such kernel",
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import os; print('illegal memory access', flush=True); os.abort()", "exit code -6: illegal memory access"),
+        ("import time; time.sleep(60)", "not done within 2 s, exit code -9"),
+    ],
+)
+def test_a_check_that_dies_or_hangs_ends_alone(
+    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "check.py"
+    file.write_text(program)
+    monkeypatch.setattr(gpu_check_module, "__file__", str(file))
+    result = gpu_check_module.apart(["--only", "no_sync"], 2)
+    assert result["passed"] is False
+    assert result["error"].startswith(reason)
+
+
+def test_all_checks_together_take_less_than_six_minutes() -> None:
+    assert sum(limit_s for _, limit_s in gpu_check_module.CHECKS.values()) < 360
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,6 +1,7 @@
 """One rule for what a block sees, and every rendering of it equal to the others."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -197,3 +198,20 @@ def test_new_lengths_and_windows_compile_no_new_kernel(monkeypatch: pytest.Monke
         attend(4, 24, S, window)
         attend(1, 18, S, window)
     assert kernels.frame_count == before
+
+
+@pytest.mark.parametrize("N", [1, 3, 7, 40])
+def test_few_queries_get_the_kernel_that_many_get(N: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself torch takes another one below 128 queries, and finds no configuration for 3 to 7 blocks of 16."""
+    asked: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., object]:
+        asked.extend(node.args[6] for node in graph.graph.nodes if "flex_attention" in str(node.target))
+        return graph.forward
+
+    compiled = _compiled_flex.__wrapped__(backend)
+    monkeypatch.setattr("dflash_core.drafter.visibility._compiled_flex", lambda: compiled)
+    S, K = 150, 16
+    query, key = torch.randn(1, 4, N * K, 16), torch.randn(1, 1, S + N * K, 16)
+    FlexAttention(random_blocks(random.Random(0), 1, N, S, 1), (S, K), [None])(query, key, key, None)
+    assert [options["BACKEND"] for options in asked if isinstance(options, dict)] == ["TRITON"]

@@ -1,5 +1,6 @@
 """Who runs what: pairs, several targets for one drafter, one device; and the same update from each of them."""
 
+import shutil
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,9 +13,10 @@ import torch
 from torch import distributed
 
 from dflash_core.drafter.target_files import load_head
-from dflash_core.errors import RecipeError
+from dflash_core.errors import RecipeError, UserError
 from dflash_core.recipe import Placement, Recipe
 from dflash_core.storage.store import Store
+from dflash_core.training import placement as placement_module
 from dflash_core.training.feed import FeatureFeed, prepare
 from dflash_core.training.placement import join, place, step_group
 from dflash_core.training.run import train_drafter
@@ -71,6 +73,28 @@ def test_impossible_placements_are_refused(targets: list[str], drafters: list[st
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_a_drafter_alone_is_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    assert join(Placement(targets=("cuda:0",), drafters=("cuda:3",))) == (0, 1)
+    assert current == [torch.device("cuda", 3)]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(("lacking", "named"), [("gcc clang", "a C compiler"), ("Python.h", "Python.h")])
+def test_a_gpu_without_what_compiles_its_kernels_is_refused_at_once(
+    lacking: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in lacking else f"/usr/bin/{name}")
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name not in lacking)
+    with pytest.raises(UserError, match=named):
+        join(Placement(targets=("cuda:0",), drafters=("cuda:0",)))
+    assert join(Placement()) == (0, 1)  # a CPU compiles nothing
+
+
+@pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_joins_on_the_gpu_of_its_drafter(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Collectives of Python objects run on the current device: it must not be GPU 0 for everyone."""
@@ -87,6 +111,7 @@ def test_each_rank_joins_on_the_gpu_of_its_drafter(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(placement_module, "require_compiler", lambda: None)
     placement = Placement(targets=("cuda:0", "cuda:1"), drafters=("cuda:2", "cuda:3"))
     assert join(placement) == (rank, 2)
     assert current == [place(placement, rank, 2).drafter]
