@@ -38,6 +38,7 @@ SAMPLES = (
     "a\r\nb\n",
     "- item\n\n```python\nx = 1\n```",
     "q" * 5000,
+    "one two\n" * 300,
 )
 MAX_PLANS = 256
 
@@ -137,22 +138,34 @@ class Splicer:
                 return None
         return trims
 
-    def _with_guards(self, plan: SplicePlan, shape: tuple[tuple[str, bool], ...], end: str) -> SplicePlan:
-        """Find on which of the template's own strings the render branches: those texts the plan must not touch."""
-        guards = []
-        for tested in self._renderer.tokenizer.template.tested_texts:
-            if len(tested) > 2 and not tested.replace("_", "").isalnum():
-                guards.append(tested)
-                continue
-            for sample in (tested, f"{tested} x", f"x {tested}", f"x {tested} x", f"{tested}x{tested}"):
-                texts = dict.fromkeys(plan.trims, sample)
-                conversation = _conversation(shape, end, texts)
-                joined, text = plan.join(conversation, len(shape) - 1), self._render(shape, end, texts)
-                if joined is not None and (text is None or joined != (text.head, text.rest)):
-                    guards.append(tested)
-                    break
+    def _with_guards(self, plan: SplicePlan, shape: tuple[tuple[str, bool], ...], end: str) -> SplicePlan | None:
+        """Find on which of the template's own strings the render branches: those texts the plan must not touch.
+
+        None: it branches on something else that has been met.
+        """
+
+        def differs(sample: str) -> bool:
+            texts = dict.fromkeys(plan.trims, sample)
+            joined, text = plan.join(_conversation(shape, end, texts), len(shape) - 1), self._render(shape, end, texts)
+            return joined is not None and (text is None or joined != (text.head, text.rest))
+
+        def matters(tested: str) -> bool:
+            return any(map(differs, (tested, f"{tested} x", f"x {tested}", f"x {tested} x", f"{tested}x{tested}")))
+
+        tokenizer = self._renderer.tokenizer
+        guards = [
+            tested
+            for tested in tokenizer.template.tested_texts
+            if (len(tested) > 2 and not tested.replace("_", "").isalnum()) or matters(tested)
+        ]
         # Added tokens in a text are found by counting ids once it is encoded; looking for them here would cost more.
-        unseen = tuple(g for g in guards if not any(token in g for token in self._renderer.tokenizer.added))
+        others = [t for t in tokenizer.template.other_texts if not any(token in t for token in tokenizer.added)]
+        if differs(" x ".join(("", *others, ""))):
+            guilty = [other for other in others if matters(other)]
+            if not guilty:
+                return None
+            guards += guilty
+        unseen = tuple(g for g in guards if not any(token in g for token in tokenizer.added))
         return SplicePlan(plan.head, plan.rest, plan.trims, unseen, plan.text)
 
     def _render(self, shape: tuple[tuple[str, bool], ...], end: str, texts: dict[Slot, str]) -> TurnText | None:

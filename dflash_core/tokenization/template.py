@@ -68,14 +68,18 @@ class ChatTemplate:
         found: set[str] = set()
         for compare in self._tree.find_all(nodes.Compare):
             for operand in compare.ops:
-                if operand.op in ("in", "notin") and isinstance(compare.expr, nodes.Const):
-                    found.add(str(compare.expr.value))
-                elif operand.op in ("eq", "ne"):
-                    found.update(filter(None, map(_text, (compare.expr, operand.expr))))
+                if operand.op in ("in", "notin", "eq", "ne"):
+                    found.update(_texts(compare.expr), _texts(operand.expr))
         for call in self._tree.find_all(nodes.Call):
             if isinstance(call.node, nodes.Getattr) and call.node.attr not in ("strip", "lstrip", "rstrip"):
-                found.update(filter(None, map(_text, call.args)))
+                found.update(*map(_texts, call.args))
         return tuple(sorted(found))
+
+    @cached_property
+    def other_texts(self) -> tuple[str, ...]:
+        """Further texts that its expressions hold: through a variable, a list or a filter it may look for them, too."""
+        held = {text for const in self._tree.find_all(nodes.Const) for text in _texts(const)}
+        return tuple(sorted(held - {*self.tested_texts}))
 
     def render(
         self, messages: Sequence[Mapping[str, Json]], tools: Sequence[Json], *, add_generation_prompt: bool
@@ -115,8 +119,10 @@ def template_message(message: Message) -> dict[str, Json]:
     return given
 
 
-def _text(node: nodes.Node) -> str | None:
-    return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else None
+def _texts(node: nodes.Node) -> list[str]:
+    """What a constant holds, a list of constants included; nothing for any other node."""
+    value = node.value if isinstance(node, nodes.Const) else None
+    return [text for text in (value if isinstance(value, (list, tuple)) else [value]) if text and isinstance(text, str)]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

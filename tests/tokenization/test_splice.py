@@ -68,3 +68,30 @@ def test_a_template_that_rewrites_text_has_no_plan(make_recipe, tmp_path) -> Non
     template = tmp_path / "upper.jinja"
     template.write_text(BRANCHING.replace("{{- m.content }}", "{{- m.content | replace('x', 'y') }}"))
     assert Splicer(renderer(make_recipe, "chatml", chat_template=template)).plan(chat("q", "a"), 1) is None
+
+
+HIDDEN = {
+    "filter": "{{ m.content | replace('[tag]', '') }}",
+    "variable": "{% set tag = '[tag]' %}{{ m.content.split(tag)[-1] }}",
+    "condition": "{% set tag = '[tag]' %}{{ 'tagged ' if tag in m.content }}{{ m.content }}",
+    "list": "{{ 'an exact one' if m.content in ['exact', 'x exact'] else m.content }}",
+    "words": "{{ m.content if m.content.split() | length < 25 else 'long' }}",
+    "lines": "{{ m.content if m.content.split('\n') | length < 25 else 'long' }}",
+}
+
+
+@pytest.mark.parametrize("content", HIDDEN.values(), ids=HIDDEN)
+def test_no_text_is_spliced_on_which_the_template_branches_in_a_hidden_way(make_recipe, tmp_path, content: str) -> None:
+    template = tmp_path / "hidden.jinja"
+    branching = "{% if m.role == 'user' %}" + content + "{% else %}{{ m.content }}{% endif %}"
+    template.write_text(
+        BRANCHING[: BRANCHING.index("{% if 'magic'")] + branching + BRANCHING.split("{% endif %}", 1)[1]
+    )
+    rendering = renderer(make_recipe, "chatml", chat_template=template)
+    splicer = Splicer(rendering)
+    for question in ("q", "a [tag] b", "exact", "x exact", "word " * 30, "a\nb " * 30):
+        completion = chat(question, "the answer")
+        plan = splicer.plan(completion, 1)
+        halves = plan.join(completion, 1) if plan else None
+        expected = rendering.render(completion, 1)
+        assert halves in (None, (expected.head, expected.rest))
