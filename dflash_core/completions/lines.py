@@ -27,6 +27,8 @@ ZSTD_MAX_WINDOW_BYTES = 128 << 20
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+ZSTD_SKIPPABLE = tuple(bytes([i, 0x2A, 0x4D, 0x18]) for i in range(0x50, 0x60))
+"""Frames that hold no text; parallel compressors put one in front."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -88,7 +90,7 @@ def _split(blocks: Iterator[bytes], max_line: int) -> Iterator[Line]:
 def _blocks(body: bytes, where: str, max_text: int) -> Iterator[bytes]:
     if body.startswith(GZIP_MAGIC):
         blocks = _gzip(body, where)
-    elif body.startswith(ZSTD_MAGIC):
+    elif body.startswith((ZSTD_MAGIC, *ZSTD_SKIPPABLE)):
         blocks = _zstd(body, where)
     else:
         step = len(body) if len(body) <= MAX_WHOLE_BYTES else BLOCK_BYTES

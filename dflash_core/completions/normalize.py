@@ -1,7 +1,8 @@
 """One JSON object in any accepted form -> one `Completion`. Roles and meanings are never guessed: unclear is refused.
 
 Accepted: `messages` or `conversations` (role/content, or from/value), or `prompt` with `completion` or `response`;
-reasoning as `reasoning_content`, `reasoning` or inline think tags; tools and tool calls as lists, JSON or Python text.
+reasoning as `reasoning_content`, `reasoning` or inline think tags; tools and tool calls as lists, JSON or Python text;
+one call as `function_call`, too.
 """
 
 import ast
@@ -30,6 +31,7 @@ FINISH_REASONS: dict[str, FinishReason] = {
 }
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 REASONING_KEYS = ("reasoning_content", "reasoning")
+TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_LITERAL_CHARS = 1 << 20
 
 
@@ -75,6 +77,8 @@ def _raw_messages(row: dict[str, Json]) -> list[Json]:
         messages = [{"role": "user", "content": messages}]
     conversation = conversation_of(messages, row)
     if answers or not named:
+        if _role(conversation[-1]) == "assistant":
+            raise Refused("ambiguous form", "the conversation ends with an answer, and another field holds one, too")
         return [*conversation, *_answer(row, answers[0] if answers else "")]
     return conversation
 
@@ -83,15 +87,17 @@ def conversation_of(messages: Json, row: dict[str, Json]) -> list[Json]:
     """A row's messages, led by its separate field `system` where it has one.
 
     Raises:
-        Refused: they are no list, or an empty one.
+        Refused: they are no list, or an empty one, or it is not clear what their system message is.
     """
     if type(messages) is not list:
         raise Refused("malformed messages", "the conversation is no list")
     if not messages:
         raise Refused("empty conversation")
-    if type(row.get("system")) is str and row["system"]:
-        return [{"role": "system", "content": row["system"]}, *messages]
-    return messages
+    if row.get("system") in (None, ""):
+        return messages
+    if _role(messages[0]) == "system":
+        raise Refused("ambiguous form", "a field `system` and a system message")
+    return [{"role": "system", "content": row["system"]}, *messages]
 
 
 def _answer(row: dict[str, Json], answer: Json) -> list[Json]:
@@ -109,11 +115,7 @@ def message_of(raw: Json, index: int, finish_reason: FinishReason | None) -> Mes
     """One message of a conversation; `finish_reason` is its own, and matters for an answer only. Raises Refused."""
     if type(raw) is not dict:
         raise Refused("malformed messages", f"message {index} is no object")
-    if "role" in raw:
-        role, content = ROLES.get(raw["role"]) if type(raw["role"]) is str else None, raw.get("content")
-    else:
-        name = raw.get("from")
-        role, content = SHAREGPT_ROLES.get(name) if type(name) is str else None, raw.get("value")
+    role, content = _role(raw), raw.get("content" if "role" in raw else "value")
     if role is None:
         raise Refused("unknown role", f"message {index}: {raw.get('role', raw.get('from'))!r}")
     text = _text(content, index, optional=role == "assistant")
@@ -121,8 +123,25 @@ def message_of(raw: Json, index: int, finish_reason: FinishReason | None) -> Mes
     if role != "assistant":
         return Message(role, text, extra=extra)
     reasoning, text = split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
-    calls = tool_calls_of(raw["tool_calls"]) if raw.get("tool_calls") else ()
-    return Message(role, text, reasoning, calls, extra, _spelling(raw) if reasoning is not None else None)
+    return Message(
+        role, text, reasoning, _recorded_calls(raw, index), extra, _spelling(raw) if reasoning is not None else None
+    )
+
+
+def _role(raw: Json) -> Role | None:
+    """Of a message in either form; None: none that is known."""
+    if type(raw) is not dict:
+        return None
+    name, roles = (raw["role"], ROLES) if "role" in raw else (raw.get("from"), SHAREGPT_ROLES)
+    return roles.get(name) if type(name) is str else None
+
+
+def _recorded_calls(raw: dict[str, Json], index: int) -> tuple[dict[str, Json], ...]:
+    """Calls in their field, or the one call in the field of older servers."""
+    given = [raw[key] for key in ("tool_calls", "function_call") if raw.get(key) not in (None, "", [])]
+    if len(given) == 2:
+        raise Refused("ambiguous form", f"message {index} has tool_calls and a function_call")
+    return tool_calls_of(given[0]) if given else ()
 
 
 def _spelling(raw: dict[str, Json]) -> Spelling:
@@ -144,8 +163,9 @@ def _text(content: Json, index: int, *, optional: bool) -> str:
         raise Refused("message without content", f"message {index}")
     if type(content) is list:
         # Engines join several parts in different ways; one text part means the same to all.
-        if len(content) == 1 and type(content[0]) is dict and type(content[0].get("text")) is str:
-            return str(content[0]["text"])
+        part = content[0] if len(content) == 1 and type(content[0]) is dict else {}
+        if part.get("type", "text") in TEXT_PARTS and type(part.get("text")) is str:
+            return str(part["text"])
         raise Refused("unsupported content parts", f"message {index} has {len(content)} parts, not one text")
     raise Refused("content is not text", f"message {index} holds a {type(content).__name__}")
 

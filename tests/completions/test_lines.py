@@ -28,8 +28,12 @@ def test_compression_is_known_by_content_and_changes_no_line(pack) -> None:
     assert texts(pack(TEXT)) == [b'{"a": 1}', b"", b'{"b": "\xc3\xa9"}', b"last"]
 
 
-def test_zstd_frames_follow_each_other() -> None:
-    assert texts(zstandard.compress(b"a\nb") + zstandard.compress(b"c\n")) == [b"a", b"bc"]
+@pytest.mark.parametrize("place", range(3))
+def test_zstd_frames_follow_each_other_and_some_hold_no_text(place: int) -> None:
+    frames = [zstandard.compress(b"a\nb"), zstandard.compress(b"c\n")]
+    assert texts(b"".join(frames)) == [b"a", b"bc"]
+    frames.insert(place, b"\x5e\x2a\x4d\x18\x05\0\0\0hello")
+    assert texts(b"".join(frames)) == [b"a", b"bc"]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,11 @@ def test_tool_calls_in_every_form_are_equal(calls: object) -> None:
     assert answered(None, tool_calls=calls).tool_calls == (CALL,)
 
 
+def test_a_call_in_the_field_of_older_servers_is_a_call() -> None:
+    assert answered(None, function_call=CALL["function"]).tool_calls == (CALL,)
+    assert answered("a", function_call=None, tool_calls=[]).tool_calls == ()
+
+
 @pytest.mark.parametrize(
     "calls",
     [

@@ -89,6 +89,25 @@ MALFORMED = {
     "engine ids that are text": (answer("a", prompt_token_ids=[1], completion_token_ids=["x"]), "malformed engine ids"),
     "negative engine ids": (answer("a", prompt_token_ids=[1], completion_token_ids=[-1]), "malformed engine ids"),
     "messages and conversations": (GOOD[:-1] + b', "conversations": [1]}', "ambiguous form"),
+    "two answers": (GOOD[:-1] + b', "completion": "b"}', "ambiguous form"),
+    "two answers, ShareGPT": (
+        b'{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "response": "a"}',
+        "ambiguous form",
+    ),
+    "two system messages": (
+        b'{"system": "s", "prompt": [{"role": "system", "content": "t"}, {"role": "user", "content": "q"}], '
+        b'"completion": "a"}',
+        "ambiguous form",
+    ),
+    "a system message that is a number": (GOOD[:-1] + b', "system": 3}', "content is not text"),
+    "a thought as the only part": (answer([{"type": "thinking", "text": "hm"}]), "unsupported content parts"),
+    "tool calls that are a number": (GOOD[:-3] + b', "tool_calls": 0}]}', "malformed tool calls"),
+    "tool calls that are false": (GOOD[:-3] + b', "tool_calls": false}]}', "malformed tool calls"),
+    "an empty call": (GOOD[:-3] + b', "tool_calls": {}}]}', "malformed tool calls"),
+    "calls in two fields": (
+        GOOD[:-3] + b', "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}]}',
+        "ambiguous form",
+    ),
     "completion and response": (b'{"prompt": "q", "completion": "a", "response": "b"}', "ambiguous form"),
 }
 
