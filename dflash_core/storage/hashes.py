@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from dflash_core.errors import StorageError
 from dflash_core.storage.transfers import sha256_file
 
 THREADS = 8
@@ -23,6 +24,9 @@ def sha256_files(files: Sequence[Path], memory: Path | None = None) -> list[str]
     Args:
         files: existing.
         memory: a JSON file that remembers the hashes; None: hash everything now. A damaged one is made anew.
+
+    Raises:
+        StorageError: the memory cannot be written.
     """
     known = _read(memory) if memory is not None else {}
     marks = [_mark(file) for file in files]
@@ -51,7 +55,10 @@ def _read(memory: Path) -> dict[str, Any]:
 
 
 def _write(memory: Path, table: dict[str, Any]) -> None:
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", encoding="utf8", dir=memory.parent, prefix=".hashes-", delete=False) as aside:
-        json.dump(table, aside, indent=1)
-    os.replace(aside.name, memory)
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", encoding="utf8", dir=memory.parent, prefix=".hashes-", delete=False) as aside:
+            json.dump(table, aside, indent=1)
+        os.replace(aside.name, memory)
+    except OSError as error:
+        raise StorageError(f"cannot write {memory}: {error}; free disk space or set storage.work_dir") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_core.errors import StorageError
 from dflash_core.storage import hashes
 from dflash_core.storage.hashes import sha256_files
 
@@ -60,3 +61,9 @@ def test_a_damaged_memory_is_made_anew(tmp_path: Path, body: str) -> None:
     memory.write_text(body)
     assert sha256_files(files, memory) == sha256_files(files)
     assert len(json.loads(memory.read_text())) >= 2
+
+
+def test_a_memory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    files = made(tmp_path)
+    with pytest.raises(StorageError, match=r"cannot write .*a/hashes\.json: .*storage\.work_dir"):
+        sha256_files(files, files[0] / "hashes.json")  # below a file

@@ -116,6 +116,17 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(
     assert "does not exist" in CommandFailure.model_validate_json(result.read_bytes()).error
 
 
+def test_several_ranks_refuse_with_the_same_one_sentence(
+    s3: Store, write_recipe: Callable[..., Path], start: Start
+) -> None:
+    put_training_set(s3, {"file0": random_rows(0, 8)}, passed=False)
+    process = start(write_recipe(batch_rows=2, placement={"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2}))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "87 % near-empty" in errors
+    assert errors.count("\n") == 1, errors
+
+
 def test_a_missing_device_is_refused(s3: Store, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     put_training_set(s3, {"file0": random_rows(0, 8)})
     result = tmp_path / "result.json"
@@ -256,3 +267,5 @@ def test_nobody_survives_a_dead_or_hanging_process(
     assert time.monotonic() - sent_at < 60
     if victim != "starter killed":
         assert re.search(r"because rank [01] died or hung", errors), errors
+        assert "ChildFailedError" not in errors
+        assert ("was ended by SIGKILL" in errors) is (victim == "rank killed")

@@ -3,7 +3,9 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -222,3 +224,61 @@ def test_a_slot_grows_and_keeps_batches_of_other_shapes_apart() -> None:
         slot.finish()
         assert torch.equal(slot.take(), torch.cat(layers, -1))
         slot.release()
+
+
+class FakeStream:
+    """Notes what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def record_event(self) -> torch.cuda.Event:
+        self._log.append(f"{self._name} records")
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        self._log.append(f"{self._name} waits")
+
+
+def test_between_two_gpus_copies_run_on_a_side_stream_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch orders such a copy with the current stream of both: neither may be the one that computes."""
+    log: list[str] = []
+
+    @contextmanager
+    def entered(stream: FakeStream) -> Iterator[None]:
+        log.append(f"in {stream._name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Event", type("Event", (), {}))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(f"side {device}", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(f"current {device}", log))
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    queues = feed._queues(torch.device("cuda:0"), torch.device("cuda:2"))
+    made, free = queues.target.record(), queues.drafter.record()
+    queues.copy.wait(made)
+    queues.copy.wait(free)
+    queues.copy.wait(PASSED)
+    queues.copy.run(lambda: log.append("copy"))
+    queues.drafter.wait(queues.copy.record())
+    assert log == [
+        *("current cuda:0 records", "current cuda:2 records"),
+        *("side cuda:0 waits", "side cuda:2 waits") * 2,
+        *("in side cuda:0", "in side cuda:2", "copy"),
+        *("side cuda:2 records", "current cuda:2 waits"),
+    ]
+    for pair in (("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cuda:0", "cpu")):
+        assert isinstance(feed._queues(*map(torch.device, pair)).copy, HostQueue)
+
+
+@pytest.mark.parametrize(("target_cuda", "drafter_cuda"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_layer_is_kept_until_its_copy_is_done(
+    target_cuda: bool, drafter_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory belongs to the target's stream; and a copy to the host may not be left on its way."""
+    kept, waited = list[str](), list[bool]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current {device}")
+    hidden: Any = SimpleNamespace(is_cuda=target_cuda, device="cuda:0", record_stream=kept.append)
+    part: Any = SimpleNamespace(is_cuda=drafter_cuda, copy_=lambda _, non_blocking: waited.append(not non_blocking))
+    _copy(part, hidden)
+    assert kept == (["current cuda:0"] if target_cuda else [])
+    assert waited == [not drafter_cuda]
