@@ -120,22 +120,24 @@ def _histogram_axes(axes: Axes, counts: Histogram, spike: Spike | None) -> None:
     axes.axvline(quantiles(counts)["median"], color=INK, linewidth=0.9, linestyle=(0, (3, 2)))
     axes.text(0.99, 0.97, "\n".join(notes), transform=axes.transAxes, ha="right", va="top", fontsize=7.5, color=MUTED)
     if spike is not None:
-        _label_spike(axes, spike, float(edges[-1]))
+        place = min(int(np.searchsorted(edges, spike.low, side="right")), len(special)) - 1
+        height = min(float((plain + special)[place]), 0.8 * axes.get_ylim()[1])
+        _label_spike(axes, spike, (float(edges[place : place + 2].mean()), height))
 
 
-def _label_spike(axes: Axes, spike: Spike, reach: float) -> None:
+def _label_spike(axes: Axes, spike: Spike, bar: tuple[float, float]) -> None:
+    """Below the notes, where the tail is thin, with an arrow to the spike's bar (tokens, rows)."""
     place = f"{spike.low}" if spike.low == spike.high else f"{spike.low} to {spike.high}"
     text = f"{100 * spike.share:.1f} % of all rows\nhave {place} tokens"
     if spike.example is not None:
         text += f"\ne.g. {_short(spike.example.partition, 24)}\nline {spike.example.line}"
-    top = axes.get_ylim()[1]
-    to_the_right = spike.high < 0.6 * reach
     axes.annotate(
         text,
-        xy=(spike.high + 0.5 if to_the_right else spike.low, 0.8 * top),
-        xytext=(spike.high + 0.07 * reach if to_the_right else spike.low - 0.07 * reach, 0.68 * top),
-        ha="left" if to_the_right else "right",
-        va="center",
+        xy=bar,
+        xytext=(0.93, 0.76),
+        textcoords="axes fraction",
+        ha="right",
+        va="top",
         fontsize=8,
         color=RED,
         bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1.5},
