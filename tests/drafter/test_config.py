@@ -68,6 +68,8 @@ def recipe(**drafter: Any) -> Recipe:
         (64, 5, (1, 16, 31, 46, 61)),
         (30, 3, (1, 14, 27)),
         (64, 1, (32,)),
+        (24, 4, (1, 8, 14, 21)),  # rounded, up
+        (30, 5, (1, 8, 14, 20, 27)),  # and of a half to the even one, as Python does in the reference
     ],
 )
 def test_default_layer_ids_are_the_published_ones(layers: int, count: int, ids: tuple[int, ...]) -> None:

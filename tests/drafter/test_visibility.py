@@ -52,7 +52,7 @@ def random_blocks(source: random.Random, B: int, N: int, S: int, documents: int)
         for anchor in drawn:
             document = max(i for i in range(documents) if bounds[i] <= anchor)
             row.append((anchor, bounds[document], bounds[document + 1], 1))
-        rows.append(row + [(0, 0, 0, 0)] * (N - real))
+        rows.append(row + [(S - 1, 0, S, 0)] * (N - real))  # nothing but `valid` tells them from others
     table = torch.tensor(rows)
     return Blocks(table[..., 0], table[..., 1], table[..., 2], table[..., 3] > 0)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModel
 
 from dflash_core.batches.cache import RowStore
 from dflash_core.batches.loader import Batch, Loader, Shape
@@ -317,7 +318,7 @@ def test_a_step_never_waits_for_the_device(
 def test_nothing_of_a_step_is_left_on_the_host(
     rows: RowStore, world: tuple[Target, Head], kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The meta device takes the GPU's place: it refuses a tensor of the CPU beside its own, and to be read."""
+    """The meta device takes the GPUs' place: it refuses a tensor of the CPU beside its own, and to be read."""
 
     def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, **_: Any) -> torch.Tensor:
         index = torch.zeros(1, dtype=torch.int64, device=META)
@@ -331,8 +332,17 @@ def test_nothing_of_a_step_is_left_on_the_host(
     monkeypatch.setattr(step, "Arrival", lambda tensor, _: SimpleNamespace(tensor=tensor))
     head = Head(*(end.to(META, torch.float32) for end in (world[1].embedding, world[1].lm_head)))
     learner = Learner(Drafter(CONFIG).to(META), head, replace(RULES, weights=SlotWeights(kind, 4.0)), files=2)
+    backbone = AutoModel.from_config(world[0].backbone.config)  # type: ignore[no-untyped-call]
+    backbone.to(META, torch.float32)
+    asked: list[torch.device] = []  # an embedding of the meta device would take ids of the host
+    backbone.register_forward_pre_hook(lambda _, __, given: asked.append(given["input_ids"].device), with_kwargs=True)
+    feed = FeatureFeed([Target(backbone, CONFIG.target_layer_ids, META)], META, slots_per_target=2)
     work = prepare(full_batch(rows), PREPARATION)
-    learner.accumulate(work.to(META), torch.empty(4, work.batch.ids.shape[1], 64, device=META))
+    for moved, features in feed.feed([work] * 3):
+        assert features is not None
+        learner.accumulate(moved, features)
+    assert asked == [META] * 3
+    learner.evaluate(work.to(META), torch.empty(4, work.batch.ids.shape[1], 64, device=META))
     assert learner.update(1e-2, stop=False)._packed.tensor.device == META  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="meta"):
         learner.accumulate(work, torch.empty(4, work.batch.ids.shape[1], 64, device=META))
