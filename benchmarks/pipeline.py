@@ -110,7 +110,6 @@ def make_world(
     with torch.device(drafter_device):
         drafter = Drafter(config, gradient_checkpointing=True)
         ends = torch.randn(sizes.vocabulary, sizes.hidden, dtype=dtype) * 0.02
-    drafter.initialize(0)
     autocast = torch.bfloat16 if drafter_device.type == "cuda" else None
     rules = Rules(loss, clip=1.0, betas=(0.9, 0.95), weight_decay=0.0, autocast=autocast)
     learner = Learner(drafter, Head(ends, ends), rules, files=1)

@@ -177,9 +177,9 @@ class Learner:
             self._reduction.finish()
             distributed.all_reduce(packed, group=self.group)
         loss, weight = packed[Sums._fields.index("loss")], packed[Sums._fields.index("weight")]
-        self._flat.div_(weight.to(self._flat.dtype))
+        self._flat.div_(weight.to(self._flat.dtype))  # without a supervised slot 0 / 0, which is not finite
         norm = torch.linalg.vector_norm(self._flat)
-        finite = torch.isfinite(norm) & torch.isfinite(loss) & (weight > 0)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
         self._flat.mul_((self.rules.clip / (norm + 1e-6)).clamp(max=1.0))
         # What GradScaler uses to let the fused optimizer leave everything as it is, without asking the host.
         self.optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from dflash_core.batches.loader import Batch, Loader, Shape
 from dflash_core.drafter import model, visibility
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
-from dflash_core.drafter.objective import SlotWeights
+from dflash_core.drafter.objective import LossSums, SlotWeights, block_loss
 from dflash_core.drafter.target_files import Head, load_head
 from dflash_core.training import step
 from dflash_core.training.arrival import Arrival
@@ -219,6 +219,31 @@ def test_a_step_that_is_not_finite_changes_nothing(rows: RowStore, world: tuple[
             assert not before or not torch.equal(now, before[-1])
         before.append(now)
     assert set(learner.state()[1]["step.fc.weight"].flatten().tolist()) == {3.0}
+
+
+@pytest.mark.parametrize("poisoned", ["gradient", "loss"])
+def test_a_gradient_or_a_loss_alone_that_is_not_finite_skips_the_step(
+    rows: RowStore, world: tuple[Target, Head], poisoned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product may overflow in backward alone; and a slot whose token is impossible has a gradient like any other."""
+    learner, work = make_learner(world[1]), prepare(full_batch(rows), PREPARATION)
+    before = weights(learner)
+    if poisoned == "gradient":
+        learner.drafter.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    else:
+        monkeypatch.setattr(step, "block_loss", lambda *given: infinite_in_one_row(block_loss(*given)))
+    learner.accumulate(work, world[0].features(work.batch.ids))
+    sums = learner.update(1e-2, stop=False).read()
+    assert sums.finite == 0.0
+    assert np.isfinite(sums.loss) == (poisoned == "gradient")
+    assert np.isfinite(sums.grad_norm) == (poisoned == "loss")
+    assert torch.equal(weights(learner), before)
+
+
+def infinite_in_one_row(sums: LossSums) -> LossSums:
+    row_loss = sums.row_loss.clone()
+    row_loss[0] = float("inf")
+    return sums._replace(row_loss=row_loss)
 
 
 def test_all_ranks_skip_when_one_is_not_finite(rows: RowStore, world: tuple[Target, Head], tmp_path: Path) -> None:
