@@ -226,6 +226,34 @@ def test_a_slot_grows_and_keeps_batches_of_other_shapes_apart() -> None:
         slot.release()
 
 
+class CountingQueue:
+    """An event is how much work there was before it."""
+
+    def __init__(self) -> None:
+        self.work, self.waited_for = 0, list[Event]()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.work += 1
+
+    def record(self) -> Event:
+        return self.work
+
+    def wait(self, event: Event) -> None:
+        self.waited_for.append(event)
+
+
+def test_a_grown_slot_waits_for_all_that_its_new_memory_may_have_been_before() -> None:
+    """An allocator gives out what the drafter's queue has freed, though its last readers may still be waiting there."""
+    drafter, copy = CountingQueue(), CountingQueue()
+    slot = Slot(Queues(CountingQueue(), copy, drafter), 1, CPU)
+    for tokens, waits_for in ((3, 0), (3, 0), (7, 2), (5, 2), (7, 3)):
+        slot.begin(torch.Size((1, tokens, WIDTH)), torch.float32)
+        assert copy.waited_for.pop() == waits_for, tokens
+        slot.finish()
+        slot.release()
+        drafter.run(lambda: None)
+
+
 class FakeStream:
     """Notes what is asked of it."""
 
