@@ -6,6 +6,7 @@ import pytest
 
 from dflash_core.completions.normalize import normalize
 from dflash_core.completions.record import Refused
+from dflash_core.errors import RecipeError
 from dflash_core.quality.flags import Flag
 from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.rows import Row
@@ -173,14 +174,40 @@ def test_a_scaffold_that_is_no_prefix_ends_the_prompt_at_the_common_part(tokeniz
     assert supervised(tokenizer, row) == "hm\n</think>\n\nanswer<|im_end|>"
 
 
-def test_a_history_that_changes_with_the_answer_is_refused(tokenizers: Tokenizers, make_recipe, tmp_path) -> None:
+@pytest.mark.parametrize("changed", ["messages[-1].reasoning_content", "messages[-1].role == 'assistant'"])
+def test_a_history_that_changes_with_the_answer_is_refused(make_recipe, tmp_path, changed: str) -> None:
+    """For the rows that it concerns, or at the start if it concerns all of them."""
     unstable = tmp_path / "unstable.jinja"
     unstable.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ messages | length }}\n{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {{ messages | length }}\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}"
+        "{{ ' (seen)' if m.role == 'user' and " + changed + " }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(Exception, match="boundary unstable"):
-        row_of(FileTokenizer(make_recipe("chatml", chat_template=unstable)), messages=chat("q", "a"))
+    with pytest.raises((Refused, RecipeError), match="boundary unstable: the template renders the history otherwise"):
+        row_of(
+            FileTokenizer(make_recipe("chatml", chat_template=unstable)), messages=chat("q", "a", reasoning_content="t")
+        )
+
+
+ALTERED = {
+    "cut": "m.content[:30]",
+    "replaced": "m.content | replace('fox', 'dog')",
+    "dropped": "'' if m.content.startswith('The') else m.content",
+}
+
+
+@pytest.mark.parametrize("content", ALTERED.values(), ids=ALTERED)
+def test_an_answer_that_the_template_alters_is_refused(make_recipe, tmp_path, content: str) -> None:
+    """Else it would train on something that was never said."""
+    template = tmp_path / "altering.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ " + content + " }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = FileTokenizer(make_recipe("chatml", chat_template=template))
+    assert supervised(tokenizer, row_of(tokenizer, messages=chat("q", "A dog."))) == "A dog.<|im_end|>"
+    with pytest.raises(Refused, match="the template alters the answer"):
+        row_of(tokenizer, messages=chat("q", "The quick brown fox jumps over the lazy dog."))
 
 
 def test_an_answer_whose_first_token_reaches_into_the_prompt_is_refused(tokenizers: Tokenizers) -> None:
