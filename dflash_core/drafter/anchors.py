@@ -54,13 +54,14 @@ def draw_anchors(loss_mask: NDArray[np.bool_], n: int, *, seed: int, epoch: int,
     return eligible[np.sort(np.argsort(words, kind="stable")[:n])]
 
 
-def stack_blocks(rows: Sequence[Sequence[DocumentAnchors]]) -> Blocks:
+def stack_blocks(rows: Sequence[Sequence[DocumentAnchors]], least: int = 1) -> Blocks:
     """The blocks of a batch on the CPU; rows with fewer are filled up with padding blocks at the end.
 
     Args:
         rows: for each row its documents in order.
+        least: blocks of a row, padding included.
     """
-    n = max([1, *(sum(len(d.anchors) for d in documents) for documents in rows)])
+    n = max([least, *(sum(len(d.anchors) for d in documents) for documents in rows)])
     table = np.zeros((3, len(rows), n), np.int64)
     valid = np.zeros((len(rows), n), np.bool_)
     for b, documents in enumerate(rows):

@@ -28,6 +28,11 @@ KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
 """Below 128 queries torch would take its decoding kernel, which has no tile for three to seven blocks of 16 slots."""
 
 
+def least_blocks(block_size: int) -> int:
+    """So many make two tiles of queries: with fewer, flex is compiled anew, while the other ranks wait in a step."""
+    return TILE // block_size + 1
+
+
 class Blocks(NamedTuple):
     """The blocks of B rows, sorted by anchor within a row; all [B, N]. Indices count tokens of the row."""
 

@@ -66,6 +66,8 @@ class Preparation:
     chunk_rows: int
     pin: bool = False
     """Make tensors in pinned memory, so that copies to a GPU do not hold up the host."""
+    least_blocks: int = 1
+    """Of a row, padding included; for a drafter on a GPU see `visibility.least_blocks`."""
 
 
 def prepare(batch: Batch, preparation: Preparation) -> Work:
@@ -77,7 +79,7 @@ def prepare(batch: Batch, preparation: Preparation) -> Work:
             mask[:length], preparation.anchors, seed=preparation.seed, epoch=batch.epoch, row_id=row_id
         )
         documents.append([DocumentAnchors(0, length, drawn)])
-    blocks = stack_blocks(documents)
+    blocks = stack_blocks(documents, preparation.least_blocks)
     work = Work(
         batch=batch,
         blocks=blocks,

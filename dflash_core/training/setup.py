@@ -17,6 +17,7 @@ from dflash_core.drafter.folder import read_config, read_state
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.placed import read_manifest, verify_folder
 from dflash_core.drafter.target_files import check_tokenizer, load_head
+from dflash_core.drafter.visibility import least_blocks
 from dflash_core.errors import IncompatibleError, UserError
 from dflash_core.recipe import Recipe
 from dflash_core.training.feed import FeatureFeed, Preparation
@@ -45,7 +46,12 @@ def make_data(rows: RowStore, recipe: Recipe, config: DrafterConfig, placement: 
         Loader(rows, split.training, recipe.seed, shape),
         held_out_batches(rows, chosen, shape),
         Preparation(
-            recipe.seed, training.anchors, config.block_size, training.vocabulary_chunk_rows, placement.on_gpus
+            recipe.seed,
+            training.anchors,
+            config.block_size,
+            training.vocabulary_chunk_rows,
+            pin=placement.on_gpus,
+            least_blocks=least_blocks(config.block_size) if placement.drafter.type == "cuda" else 1,
         ),
         split.held_out,
     )

@@ -65,3 +65,6 @@ def test_rows_with_fewer_anchors_are_filled_with_padding_blocks_at_the_end() -> 
     blocks = stack_blocks([[DocumentAnchors(0, 9, np.array([3]))], [DocumentAnchors(0, 9, np.array([1, 2, 4]))], []])
     assert blocks.valid.tolist() == [[True, False, False], [True, True, True], [False, False, False]]
     assert stack_blocks([[]]).valid.tolist() == [[False]]
+    wide = stack_blocks([[DocumentAnchors(0, 9, np.array([1, 2, 4]))], []], least=5)
+    assert wide.valid.tolist() == [[True, True, True, False, False], [False] * 5]
+    assert wide.anchor[0, :3].tolist() == [1, 2, 4]

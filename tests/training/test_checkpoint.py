@@ -142,6 +142,16 @@ def test_a_damaged_file_is_noticed_and_the_one_before_is_good(
     assert same(folder.load(before["step"], before["sha256"]), saved[0])
 
 
+def test_a_number_of_the_state_that_became_another_is_noticed(tmp_path: Path) -> None:
+    folder, _ = folder_with(tmp_path, 2)
+    state = folder.folder(2) / STATE
+    table = json.loads(state.read_text())
+    table["progress"]["rows"] += 1
+    state.write_text(json.dumps(table, indent=1))
+    with pytest.raises(Damaged, match=STATE):
+        newest(folder)
+
+
 def test_a_damaged_pointer_costs_no_checkpoint(tmp_path: Path) -> None:
     """All are offered, and none goes before a new pointer says which are needed."""
     folder, saved = folder_with(tmp_path, 2, 4, 6, keep=3)

@@ -1,5 +1,7 @@
 """What the feed refuses, and what it prepares for the way to a GPU."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,11 @@ import pytest
 import torch
 
 from dflash_core.drafter.anchors import DocumentAnchors, stack_blocks
+from dflash_core.drafter.visibility import TILE
+from dflash_core.recipe import Recipe
 from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
+from dflash_core.training.placement import RankPlacement
+from dflash_core.training.setup import make_data
 from dflash_core.training.target import load_target
 from tests.training.conftest import random_rows, row_store
 from tests.training.test_step import CONFIG, CPU, PREPARATION, full_batch
@@ -51,3 +57,18 @@ def test_all_that_travels_is_pinned_for_a_gpu_and_nothing_else_changes(
     assert len(pinned) == len(travels)
     prepare(work.batch, PREPARATION)
     assert len(pinned) == len(travels)  # on a CPU nothing is pinned
+
+
+@pytest.mark.parametrize(("drafter", "fewest"), [("cpu", 1), ("cuda", 128 // 4 + 1)])
+def test_on_a_gpu_a_row_of_few_anchors_has_as_many_tiles_as_others(
+    drafter: str, fewest: int, make_recipe: Callable[..., Recipe]
+) -> None:
+    """Else one rank compiles a kernel in the midst of a step, and the others take it for dead."""
+    placement = RankPlacement(0, 1, torch.device(drafter), (CPU,))
+    rows = row_store({"a": [("a:1", list(range(30)), [(10, 12)])]})  # one token may be an anchor
+    data = make_data(rows, make_recipe(held_out_share=0.0, batch_rows=1), CONFIG, placement)
+    preparation = replace(data.preparation, pin=False)
+    work = prepare(next(data.loader.batches(0, 1)), preparation)
+    assert work.blocks.anchor.shape == (1, fewest)
+    assert work.blocks.valid.sum() == 1
+    assert (fewest - 1) * CONFIG.block_size in (0, TILE)
