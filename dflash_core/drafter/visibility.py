@@ -222,11 +222,11 @@ class FlexAttention:
 def _compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Tensor]:
     """Full or windowed, one row or more, with gradients or without: each is a kernel of its own; lengths are not.
 
-    Beyond the limit it raises, where the default would go on without a kernel and with every score in memory.
+    Beyond the limit it raises, where the default would go on without a kernel and with every score in memory. The limit
+    is the process's, which compiles nothing else: an argument of that name is younger than torch 2.11.
     """
-    made: Callable[..., Tensor] = torch.compile(  # type: ignore[call-overload]  # its stubs lack recompile_limit
-        flex_attention, dynamic=True, fullgraph=True, recompile_limit=MOST_KERNELS, backend=backend
-    )
+    torch._dynamo.config.recompile_limit = MOST_KERNELS
+    made: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
     return made
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -215,3 +216,14 @@ def test_few_queries_get_the_kernel_that_many_get(N: int, monkeypatch: pytest.Mo
     query, key = torch.randn(1, 4, N * K, 16), torch.randn(1, 1, S + N * K, 16)
     FlexAttention(random_blocks(random.Random(0), 1, N, S, 1), (S, K), [None])(query, key, key, None)
     assert [options["BACKEND"] for options in asked if isinstance(options, dict)] == ["TRITON"]
+
+
+def test_too_many_kernels_are_an_error_and_not_attention_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # it is put back
+    monkeypatch.setattr("dflash_core.drafter.visibility.MOST_KERNELS", 1)
+    compiled = _compiled_flex.__wrapped__("eager")
+    single, double = torch.randn(1, 1, 20, 16), torch.randn(1, 1, 20, 16, dtype=torch.float64)
+    compiled(single, single, single)
+    with pytest.raises(FailOnRecompileLimitHit):
+        compiled(double, double, double)
