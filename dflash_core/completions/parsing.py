@@ -9,13 +9,13 @@ import json
 import re
 from typing import NoReturn
 
-import numpy as np
 import orjson
 
 from dflash_core.completions.record import Json, Refused
 
 MAX_DEPTH = 100
-SPACE, COLON, QUOTE, BACKSLASH = b' :"\\'
+BACKSLASH = ord("\\")
+_KEY_END = re.compile(rb'"[ \t\r]*:')
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -41,24 +41,12 @@ def parse_object(text: bytes) -> dict[str, Json]:
 def _may_hide_a_key(text: bytes, keys: int) -> bool:
     """Whether the text may have more keys than were parsed from it, so that one came twice.
 
-    Every key ends in a quote and a colon. What else looks so (escaped within a text; a text that starts with a colon)
-    only adds to the count, hence an equal number is proof.
+    Every key ends in a quote and a colon, white space between them or not. What else looks so (escaped within a text; a
+    text that starts with a colon) only adds to the count, hence an equal number is proof.
     """
-    codes = np.frombuffer(text, np.uint8)
-    colons = np.flatnonzero(codes == COLON)
-    before = codes[colons - 1]
-    ends = (colons[before == QUOTE] - 1).tolist()
-    white = before <= SPACE  # all other control characters are refused by now
-    if white.any():
-        places = (_before_white(text, colon) for colon in colons[white].tolist())
-        ends += [place for place in places if text[place] == QUOTE]
-    return len(ends) != keys and sum(not _is_escaped(text, end) for end in ends) != keys
-
-
-def _before_white(text: bytes, place: int) -> int:
-    while text[place - 1] <= SPACE:
-        place -= 1
-    return place - 1
+    if len(_KEY_END.findall(text)) == keys:
+        return False
+    return sum(not _is_escaped(text, end.start()) for end in _KEY_END.finditer(text)) != keys
 
 
 def _is_escaped(text: bytes, quote: int) -> bool:

@@ -27,7 +27,7 @@ from dflash_core.tokenization.files import FileTokenizer
 from dflash_core.tokenization.objects import FileDone, Names, TokenizedFile, store_file
 
 HEARTBEAT_S = 5.0
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+M_ARENA_MAX = -8
 
 Kind = Literal["ready", "began", "progress", "computed", "log", "result", "refused", "crashed"]
 
@@ -106,7 +106,6 @@ def _trim() -> None:
     gc.freeze()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
-        libc.mallopt(M_MMAP_THRESHOLD, 256 << 10)  # instead of one that grows to 32 MB: larger blocks are given back
         libc.mallopt(M_ARENA_MAX, 2)  # instead of one for each of a worker's 32 threads
         libc.malloc_trim(0)
 
