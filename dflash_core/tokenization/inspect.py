@@ -201,8 +201,7 @@ def _lost_row(
     if index is None or reject is None:
         why = f": {reject.reason} {reject.detail}".rstrip() if reject else ""
         raise UserError(
-            f"{source.uri} has no row {row!r} that can be shown{why}; name a row by its id or its line (1 to "
-            f"{manifest.rows_read})"
+            f"{source.uri} has no row {row!r} that can be shown{why}; name a row by its id or its line (from 1)"
         )
     return _inspected(recipe, source.partition, table.slice(index, 1), reject.reason)
 
