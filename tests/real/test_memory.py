@@ -1,6 +1,7 @@
 """What a run holds with a vocabulary of real size: each worker its tokenizer, and nobody else one."""
 
 import json
+import time
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,8 @@ from dflash_core.storage.store import list_sources, open_stores
 from dflash_core.tokenization.pipeline import process_files
 
 FILES = 6
+SHARE = 0.6
+"""Of a worker; with its tokenizer it would hold nine tenths."""
 
 
 def test_the_process_that_forked_the_workers_keeps_no_tokenizer(bucket: str, material: Path) -> None:
@@ -28,8 +31,11 @@ def test_the_process_that_forked_the_workers_keeps_no_tokenizer(bucket: str, mat
     outcomes = process_files(recipe, list_sources(stores.source))
     next(outcomes)
     [nursery] = [child for child in psutil.Process().children() if any("worker" in word for word in child.cmdline())]
-    workers = nursery.children()
-    assert len(workers) == 2
-    held, least = nursery.memory_info().rss, min(worker.memory_info().rss for worker in workers)
+    held, least = 1, 0
+    deadline = time.monotonic() + 60
+    while held >= SHARE * least and time.monotonic() < deadline:  # it forgets while the first file is at work
+        time.sleep(0.1)
+        workers = [worker.memory_info().rss for worker in nursery.children()]
+        held, least = nursery.memory_info().rss, min(workers) if len(workers) == 2 else 0
     list(outcomes)
-    assert held < least / 2
+    assert held < SHARE * least
