@@ -62,7 +62,7 @@ browser:  ## Chromium for the browser tests (Debian's)
 postgres:  ## PostgreSQL for the test of deploy/ (Debian's)
 	@ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql >/dev/null; }
 
-target: $(READY)  ## train the demo's target model anew
+target: $(READY)  ## train the demo's target model
 	$(BIN)/python -m demo.train_target --out demo/target
 
 fmt: $(READY)  ## format the code

@@ -30,13 +30,12 @@ from pathlib import Path
 import psutil
 
 from benchmarks.corpus import write_corpus
-from benchmarks.full_scale import FILES, ROOT, as_toml, check_space, finish, report, settings_of, start, upload
+from benchmarks.full_scale import FILES, ROOT, as_toml, check_space, finish, report, start, upload, workspace_of
 from dflash_assets.dev import dagster_ui, local_instance
 from dflash_assets.graphql import Dagster
 from dflash_assets.partitions import sync_partitions
-from dflash_core.recipe import Recipe
 from dflash_core.storage.embedded import embedded_store, ensure_bucket
-from dflash_core.storage.store import open_stores
+from dflash_core.workspace import Workspace
 
 ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
 TIMEOUT_S = 3600.0
@@ -90,10 +89,10 @@ class Residents(threading.Thread):
         return found
 
 
-def tokenized(settings: Recipe, work: Path) -> tuple[float, float]:
+def tokenized(workspace: Workspace, work: Path) -> tuple[float, float]:
     """Seconds and CPU-seconds of one `dflash tokenize`."""
     began, cpu = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    finish(start(settings, work))
+    finish(start(workspace, work))
     wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
 
@@ -164,14 +163,14 @@ def pages(url: str) -> dict[str, float]:
     return found
 
 
-def through_dagster(settings: Recipe, folder: Path, look: bool) -> dict[str, float]:
+def through_dagster(workspace: Workspace, folder: Path, look: bool) -> dict[str, float]:
     """All numbers of the UI's way; `folder` becomes a project of its own."""
     for name in ("dagster.yaml", "workspace.yaml"):
         shutil.copy(ROOT / name, folder / name)
-    (folder / "recipe.toml").write_text(as_toml(settings), encoding="utf8")
-    with chdir(folder), dagster_ui(Path("recipe.toml"), 0, folder / "dagster.log") as ui:
+    (folder / "recipe.toml").write_text(as_toml(workspace.recipe), encoding="utf8")
+    with chdir(folder), dagster_ui(Path("recipe.toml"), 0, workspace.access, folder / "dagster.log") as ui:
         ui.wait_until_loaded()
-        synced = sync_partitions(local_instance(), settings)
+        synced = sync_partitions(local_instance(), workspace)
         partitions = [source.partition for source in synced.sources]
         home = folder / ".dflash/dagster"
         before = database_bytes(home)
@@ -204,10 +203,11 @@ def missed(numbers: Mapping[str, object]) -> Iterator[str]:
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
     """All numbers."""
     made = write_corpus(work / "corpus", arguments.files, arguments.rows)
-    with embedded_store(work / "store"):
-        terminal, dagster = (settings_of(arguments.tokenizer.resolve(), f"{name}/") for name in ("terminal", "dagster"))
-        ensure_bucket(terminal.storage.bucket)
-        upload(work / "corpus", open_stores(terminal).source)
+    with embedded_store(work / "store") as access:
+        tokenizer = arguments.tokenizer.resolve()
+        terminal, dagster = (workspace_of(tokenizer, f"{name}/", access) for name in ("terminal", "dagster"))
+        ensure_bucket(terminal.recipe.storage.bucket, access)
+        upload(work / "corpus", terminal.source)
         (wall, cpu), (wall_again, cpu_again) = (tokenized(terminal, work) for _ in range(2))
         (work / "project").mkdir()
         through_ui = through_dagster(dagster, work / "project", arguments.pages)

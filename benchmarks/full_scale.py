@@ -35,11 +35,13 @@ import psutil
 
 from benchmarks.corpus import ROWS, write_corpus
 from benchmarks.tokenize import rate, recipe, tokenize_files
-from dflash_core.recipe import Recipe, Tokenization
+from dflash_core.recipe import Recipe, TokenizationSettings
 from dflash_core.records import ShardManifest
+from dflash_core.shards.tokenize_file import FileTokenizer
 from dflash_core.storage.embedded import embedded_store, ensure_bucket
-from dflash_core.storage.store import Store, list_sources, open_stores
-from dflash_core.tokenization.files import FileTokenizer
+from dflash_core.storage.partitions import list_sources
+from dflash_core.storage.s3 import Access, Store
+from dflash_core.workspace import Workspace, connect
 
 FILES, LAST_ROWS = 1805, 87
 """1,804 files of 500 rows and one of 87: 902,087 rows."""
@@ -59,11 +61,12 @@ ALIKE = 0.15
 Numbers = dict[str, float]
 
 
-def settings_of(tokenizer: Path, prefix: str) -> Recipe:
+def workspace_of(tokenizer: Path, prefix: str, access: Access) -> Workspace:
     """As in production, but for the name of the bucket."""
     given = recipe(tokenizer)
     storage = given.storage.model_copy(update={"prefix": prefix})
-    return given.model_copy(update={"storage": storage, "tokenization": Tokenization()})
+    settings = given.model_copy(update={"storage": storage, "tokenization": TokenizationSettings()})
+    return connect(settings, access)
 
 
 def as_toml(settings: Recipe) -> str:
@@ -115,12 +118,14 @@ def upload(corpus: Path, source: Store) -> None:
     shutil.rmtree(corpus)
 
 
-def start(settings: Recipe, work: Path) -> subprocess.Popen[bytes]:
+def start(workspace: Workspace, work: Path) -> subprocess.Popen[bytes]:
     """`dflash tokenize` in a process of its own."""
+    settings = workspace.recipe
     path = work / f"{settings.storage.prefix.strip('/')}.toml"
     path.write_text(as_toml(settings), encoding="utf8")
     command = [sys.executable, "-m", "dflash_core.cli", "tokenize", "--recipe", str(path)]
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    environment = os.environ | workspace.access.environment()
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -138,13 +143,13 @@ def _partition(key: str) -> str:
     return key.rsplit("/", 1)[-1].split(".", 1)[0]
 
 
-def uninterrupted(settings: Recipe, work: Path, files: int) -> Numbers:
+def uninterrupted(workspace: Workspace, work: Path, files: int) -> Numbers:
     """Wall time and memory of one run."""
     began = time.monotonic()
-    process = start(settings, work)
+    process = start(workspace, work)
     memory = Memory(process.pid)
     memory.start()
-    derived = open_stores(settings).derived
+    derived = workspace.derived
     at_100 = None
     while process.poll() is None:
         time.sleep(2.0)
@@ -163,10 +168,10 @@ def uninterrupted(settings: Recipe, work: Path, files: int) -> Numbers:
     }
 
 
-def killed_at_half(settings: Recipe, work: Path, files: int) -> Numbers:
+def killed_at_half(workspace: Workspace, work: Path, files: int) -> Numbers:
     """SIGKILL at half, then the same command: what was done is not done again."""
-    derived = open_stores(settings).derived
-    process = start(settings, work)
+    derived = workspace.derived
+    process = start(workspace, work)
     while len(done(derived)) < files // 2 and process.poll() is None:
         time.sleep(0.5)
     if process.poll() is not None:
@@ -176,7 +181,7 @@ def killed_at_half(settings: Recipe, work: Path, files: int) -> Numbers:
     time.sleep(3.0)  # the workers notice within a second
     before, modified = done(derived), _modified(derived)
     began = time.monotonic()
-    finish(start(settings, work))
+    finish(start(workspace, work))
     wall = time.monotonic() - began
     again = _modified(derived)
     redone = sum(again[key] != when for key, when in modified.items() if _partition(key) in before)
@@ -199,6 +204,7 @@ def totals(derived: Store) -> Numbers:
         "files": len(found),
         "rows_read": sum(m.rows_read for m in found),
         "rows_kept": sum(m.rows_kept for m in found),
+        "rows_dropped": sum(m.rows_dropped or 0 for m in found),
         "rows_rejected": sum(m.rows_rejected for m in found),
         "tokens": sum(m.tokens for m in found),
     }
@@ -223,16 +229,15 @@ def measure(tokenizer: Path, files: int, rows: int, work: Path, like: Path | Non
     """All numbers."""
     made = write_corpus(work / "corpus", files, rows, last=LAST_ROWS if (files, rows) == (FILES, ROWS) else None)
     compared = alike(tokenizer, work / "corpus", like, work) if like else {}
-    with embedded_store(work / "store"):
-        first, second = (settings_of(tokenizer.resolve(), f"{name}/") for name in ("whole", "killed"))
-        ensure_bucket(first.storage.bucket)
-        stores = open_stores(first)
-        upload(work / "corpus", stores.source)
+    with embedded_store(work / "store") as access:
+        first, second = (workspace_of(tokenizer.resolve(), f"{name}/", access) for name in ("whole", "killed"))
+        ensure_bucket(first.recipe.storage.bucket, access)
+        upload(work / "corpus", first.source)
         whole = uninterrupted(first, work, files)
         killed = killed_at_half(second, work, files)
-        objects = [{k: (size, etag) for k, size, etag in open_stores(s).derived.list()} for s in (first, second)]
+        objects = [{k: (size, etag) for k, size, etag in w.derived.list()} for w in (first, second)]
         return {
-            **totals(stores.derived),
+            **totals(first.derived),
             "source_bytes": made,
             **compared,
             **whole,

@@ -17,6 +17,7 @@ sys.path[0] = dirname(dirname(__file__)) if __name__ == "__main__" else sys.path
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -30,13 +31,13 @@ from typing import Any
 
 import psutil
 
-from dflash_core.completions.generation.generate import FileGenerated, generate_files
-from dflash_core.completions.generation.inputs import list_prompts
-from dflash_core.completions.generation.prompts import Prompt
+from dflash_core.generation.generate import FileGenerated, generate_files, list_prompts
+from dflash_core.generation.prompt_file import Prompt
+from dflash_core.processes import free_ports
 from dflash_core.recipe import Recipe
 from dflash_core.storage.embedded import embedded_store, ensure_bucket
-from dflash_core.storage.store import open_stores
-from dflash_core.supervised import free_ports
+from dflash_core.storage.s3 import Access
+from dflash_core.workspace import Workspace, connect
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 500
@@ -62,10 +63,10 @@ def main() -> None:
     if arguments.child is not None:
         return _child(arguments.child)
     numbers: Numbers = {}
-    with tempfile.TemporaryDirectory() as folder, embedded_store(Path(folder) / "store"):
-        ensure_bucket("bench")
+    with tempfile.TemporaryDirectory() as folder, embedded_store(Path(folder) / "store") as access:
+        ensure_bucket("bench", access)
         for part in (_busy, _killed):
-            found = part(Path(folder), arguments)
+            found = part(Path(folder), access, arguments)
             print("\n".join(f"{name:34} {value:,.3f}" for name, value in found.items()), flush=True)
             numbers |= found
     missed = [
@@ -80,8 +81,8 @@ def main() -> None:
 
 
 def _child(path: Path) -> None:
-    recipe = Recipe.model_validate_json(path.read_text())
-    for outcome in generate_files(recipe, list_prompts(recipe), _characters):
+    workspace = connect(Recipe.model_validate_json(path.read_text()))
+    for outcome in generate_files(workspace, list_prompts(workspace), _characters):
         assert isinstance(outcome, FileGenerated), outcome
 
 
@@ -90,13 +91,13 @@ def _characters(prompt: Prompt) -> list[int]:
     return [ord(c) for c in prompt.messages[-1].content]
 
 
-def _busy(folder: Path, arguments: argparse.Namespace) -> Numbers:
+def _busy(folder: Path, access: Access, arguments: argparse.Namespace) -> Numbers:
     """One run without a break."""
     port = free_ports(1)[0]
-    recipe = _recipe(folder, "whole", port, arguments.slots)
-    _put_prompts(recipe, arguments.prompts)
+    workspace = connect(_recipe(folder, "whole", port, arguments.slots), access)
+    _put_prompts(workspace, arguments.prompts)
     with _server(port, arguments.delay) as url:
-        client = psutil.Process(_start(folder, recipe))
+        client = psutil.Process(_start(folder, workspace))
         began, resident, seen = time.monotonic(), [], {}
         cpu_s, first = 0.0, 0.0
         while _works(client):
@@ -123,35 +124,37 @@ def _busy(folder: Path, arguments: argparse.Namespace) -> Numbers:
     }
 
 
-def _killed(folder: Path, arguments: argparse.Namespace) -> Numbers:
+def _killed(folder: Path, access: Access, arguments: argparse.Namespace) -> Numbers:
     """Killed at random, resumed, and compared with the run without a break."""
     whole = json.loads((folder / "whole.json").read_text())
     port = int(whole["generation"]["servers"][0].rsplit(":", 1)[1].split("/")[0])
-    recipe = _recipe(folder, "killed", port, arguments.slots)
+    workspace = connect(_recipe(folder, "killed", port, arguments.slots), access)
     chance, kills = random.Random(0), 0
     with _server(port, arguments.killed_delay) as url:
         moments = sorted(chance.uniform(0.02, 0.98) * arguments.prompts for _ in range(arguments.kills))
-        client = psutil.Process(_start(folder, recipe))
+        client = psutil.Process(_start(folder, workspace))
         for moment in moments:
             while _works(client) and _ask(f"{url}/seen")["answers"] < moment:
                 time.sleep(SAMPLE_S)
             client.send_signal(signal.SIGKILL)
             kills += client.wait() == -signal.SIGKILL
-            client = psutil.Process(_start(folder, recipe))
+            client = psutil.Process(_start(folder, workspace))
         client.wait()
         seen = _ask(f"{url}/seen")
-    rows = [json.loads(line)["id"] for body in _outputs(recipe).values() for line in body.splitlines()]
+    rows = [json.loads(line)["id"] for body in _outputs(workspace).values() for line in body.splitlines()]
     return {
         "kills": kills,
         "rows after kills": len(rows),
         "rows twice": len(rows) - len(set(rows)),
         "asked more than once": seen["answers"] - len(rows),
-        "equal bytes after kills": float(_outputs(recipe) == _outputs(Recipe.model_validate(whole))),
+        "equal bytes after kills": float(
+            _outputs(workspace) == _outputs(connect(Recipe.model_validate(whole), access))
+        ),
     }
 
 
-def _outputs(recipe: Recipe) -> dict[str, bytes]:
-    source = open_stores(recipe).source
+def _outputs(workspace: Workspace) -> dict[str, bytes]:
+    source = workspace.source
     return {key: source.get(key).body for key, _, _ in source.list()}
 
 
@@ -174,19 +177,19 @@ def _recipe(folder: Path, name: str, port: int, slots: int) -> Recipe:
     )
 
 
-def _put_prompts(recipe: Recipe, count: int) -> None:
-    prompts = open_stores(recipe).prompts
-    assert prompts is not None
+def _put_prompts(workspace: Workspace, count: int) -> None:
+    assert workspace.prompts is not None
     rows = [json.dumps({"id": f"{i}", "prompt": f"Question {i}: {'how and why? ' * (i % 9)}"}) for i in range(count)]
     for start in range(0, count, ROWS):
-        prompts.put(f"part-{start // ROWS:04d}.jsonl", "\n".join(rows[start : start + ROWS]).encode())
+        workspace.prompts.put(f"part-{start // ROWS:04d}.jsonl", "\n".join(rows[start : start + ROWS]).encode())
 
 
-def _start(folder: Path, recipe: Recipe) -> int:
+def _start(folder: Path, workspace: Workspace) -> int:
     """A generating client; its process id."""
-    path = folder / f"{recipe.name}.json"
-    path.write_text(recipe.model_dump_json())
-    return subprocess.Popen([sys.executable, __file__, "--child", str(path)], cwd=ROOT).pid
+    path = folder / f"{workspace.recipe.name}.json"
+    path.write_text(workspace.recipe.model_dump_json())
+    command = [sys.executable, __file__, "--child", str(path)]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | workspace.access.environment()).pid
 
 
 @contextmanager

@@ -47,8 +47,8 @@ from benchmarks.pipeline import (
     synchronize,
     utilisation,
 )
+from dflash_core.drafter.attention import Blocks, FlexAttention, SdpaAttention, block_mask
 from dflash_core.drafter.objective import block_loss, slot_targets
-from dflash_core.drafter.visibility import Blocks, FlexAttention, SdpaAttention, block_mask
 
 FLEX_BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 """On the largest difference, as a share of the largest value."""

@@ -1,4 +1,4 @@
-"""The steady loop of training on random weights: target, slots, drafter, update, prefetched micro-batches.
+"""The steady loop of training on random weights: target, buffers, drafter, update, prefetched micro-batches.
 
 What `train_step.py` measures on CUDA and `gpu_check.py` checks there; every function takes its devices, so that the
 tests run the same code on a CPU with tiny sizes. Shapes: S context tokens, N blocks, K block size, H hidden size.
@@ -16,10 +16,10 @@ from dflash_core.batches.loader import Batch, Prefetch
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.objective import SlotWeights
-from dflash_core.drafter.target_files import Head
-from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
+from dflash_core.target.files import TargetHead
+from dflash_core.target.hooked import HookedTarget
+from dflash_core.training.features import FeatureFeed, Preparation, PreparedBatch, prepare
 from dflash_core.training.step import Learner, Outcome, Rules
-from dflash_core.training.target import Target
 
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bf16 FLOP/s from the makers' data sheets, by a part of the device's name."""
@@ -58,11 +58,11 @@ class World:
     """Everything a step needs."""
 
     sizes: Sizes
-    target: Target
+    target: HookedTarget
     learner: Learner
     feed: FeatureFeed
 
-    def works(self, count: int) -> Iterator[Work]:
+    def batches(self, count: int) -> Iterator[PreparedBatch]:
         """Prepared micro-batches of one row, each a step of its own: all of the same row."""
         generator = torch.Generator().manual_seed(0)
         on_gpu = "cuda" in (self.target.device.type, self.learner.device.type)
@@ -96,7 +96,7 @@ def make_world(
     layer_ids = tuple(range(1, 1 + sizes.captured))
     with torch.device(target_device):
         backbone = Qwen3Model(Qwen3Config(**shape, num_hidden_layers=sizes.target_layers)).to(dtype).eval()
-    target = Target(backbone.requires_grad_(False), layer_ids, target_device)
+    target = HookedTarget(backbone.requires_grad_(False), layer_ids, target_device)
     config = DrafterConfig(
         **shape,
         num_hidden_layers=sizes.drafter_layers,
@@ -112,9 +112,9 @@ def make_world(
         ends = torch.randn(sizes.vocabulary, sizes.hidden, dtype=dtype) * 0.02
     autocast = torch.bfloat16 if drafter_device.type == "cuda" else None
     rules = Rules(loss, clip=1.0, betas=(0.9, 0.95), weight_decay=0.0, autocast=autocast)
-    learner = Learner(drafter, Head(ends, ends), rules, files=1)
-    slots = 1 if target_device == drafter_device else 2
-    return World(sizes, target, learner, FeatureFeed([target], drafter_device, slots))
+    learner = Learner(drafter, TargetHead(ends, ends), rules, files=1)
+    buffers = 1 if target_device == drafter_device else 2
+    return World(sizes, target, learner, FeatureFeed([target], drafter_device, buffers))
 
 
 @dataclass(frozen=True)
@@ -132,40 +132,38 @@ def run_steps(world: World, warm: int, counted: int, steady: Callable[[], None] 
     losses: list[float] = []
     before: Outcome | None = None
     began = waited = 0.0
-    with Prefetch(world.works(warm + counted), 4) as works:
-        for number, (work, features) in enumerate(world.feed.feed(works)):
+    with Prefetch(world.batches(warm + counted), 4) as batches:
+        for number, (prepared, features) in enumerate(world.feed.feed(batches)):
             if number == warm:
                 synchronize(world)
-                began, waited = time.perf_counter(), works.waited_s
+                began, waited = time.perf_counter(), batches.waited_s
                 steady()
             assert features is not None
-            world.learner.accumulate(work, features)
+            world.learner.accumulate(prepared, features)
             outcome = world.learner.update(RATE, stop=False)
             if before is not None:
-                sums = before.read()
-                losses.append(sums.loss / sums.weight)
+                losses.append(before.read().mean_loss)
             before = outcome
         synchronize(world)
         seconds = time.perf_counter() - began
-        waited = works.waited_s - waited
+        waited = batches.waited_s - waited
     assert before is not None
-    last = before.read()
-    return Run(seconds / counted, waited / seconds, (*losses, last.loss / last.weight))
+    return Run(seconds / counted, waited / seconds, (*losses, before.read().mean_loss))
 
 
 def overlap_share(world: World, steps: int) -> dict[str, float]:
     """How much of the shorter of target and drafter hides behind the other: 1 all, 0 none (one device)."""
     together = run_steps(world, 2, steps).seconds
-    works = list(islice(world.works(steps), steps))
-    features = [world.target.features(work.batch.ids.to(world.target.device)) for work in works[:1]]
+    batches = list(islice(world.batches(steps), steps))
+    features = [world.target.features(prepared.batch.ids.to(world.target.device)) for prepared in batches[:1]]
 
     def targets() -> None:
-        for work in works:
-            world.target.features(work.batch.ids.to(world.target.device, non_blocking=True))
+        for prepared in batches:
+            world.target.features(prepared.batch.ids.to(world.target.device, non_blocking=True))
 
     def drafters() -> None:
-        for work in works:
-            world.learner.accumulate(work.to(world.learner.device), features[0].to(world.learner.device))
+        for prepared in batches:
+            world.learner.accumulate(prepared.to(world.learner.device), features[0].to(world.learner.device))
             world.learner.update(RATE, stop=False)
 
     target, drafter = (_timed(world, part) / steps for part in (targets, drafters))

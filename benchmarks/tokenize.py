@@ -29,14 +29,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
+from dflash_core.recipe import Recipe, SourceSettings, StorageSettings, TargetSettings, TokenizationSettings
 from dflash_core.records import SourceFile
+from dflash_core.shards.overlap import FileFailed, InFlight
+from dflash_core.shards.pipeline import verify_files
+from dflash_core.shards.tokenize_file import FileTokenizer
+from dflash_core.shards.workers import tokenize_here
 from dflash_core.storage.embedded import embedded_store, ensure_bucket
-from dflash_core.storage.store import Stores, list_sources, open_stores
-from dflash_core.tokenization.engine import FileFailed
-from dflash_core.tokenization.files import FileTokenizer
-from dflash_core.tokenization.pipeline import drain, verify_files
-from dflash_core.tokenization.worker import TokenizingEngine
+from dflash_core.storage.partitions import list_sources
+from dflash_core.workspace import Workspace, connect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,10 +79,10 @@ def recipe(tokenizer: Path, **more: object) -> Recipe:
     rules = {"max_length": 1 << 20, "min_supervised_tokens": 1, "workers": 1}
     return Recipe(
         name="benchmark",
-        source=Source(bucket=BUCKET, prefix="completions/"),
-        storage=Storage.model_validate({"bucket": BUCKET, "prefix": "derived/", **more}),
-        target=Target(path=tokenizer),
-        tokenization=Tokenization.model_validate(rules),
+        source=SourceSettings(bucket=BUCKET, prefix="completions/"),
+        storage=StorageSettings.model_validate({"bucket": BUCKET, "prefix": "derived/", **more}),
+        target=TargetSettings(path=tokenizer),
+        tokenization=TokenizationSettings.model_validate(rules),
     )
 
 
@@ -175,14 +176,15 @@ def scaling(tokenizer: FileTokenizer, files: Sequence[Path], out: Path) -> float
     return min(wall([work]) for _ in range(2)) / min(wall([work[::2], work[1::2]]) for _ in range(2))
 
 
-def through_the_store(tokenizer: FileTokenizer, settings: Recipe, stores: Stores, files: Sequence[Path]) -> float:
+def through_the_store(tokenizer: FileTokenizer, workspace: Workspace, files: Sequence[Path]) -> float:
     """GET, tokenize, PUT; the client's CPU."""
     for i, file in enumerate(files):
-        stores.source.put(f"{i:03d}-{file.stem}.jsonl", file.read_bytes())
-    sources = list_sources(stores.source)
+        workspace.source.put(f"{i:03d}-{file.stem}.jsonl", file.read_bytes())
+    sources, storage = list_sources(workspace.source), workspace.recipe.storage
+    limits = InFlight(storage.downloads, storage.uploads)
 
     def work() -> int:
-        outcomes = list(drain(TokenizingEngine(tokenizer, settings, 1), sources))
+        outcomes = list(tokenize_here(workspace, tokenizer, sources, limits))
         failed = [outcome for outcome in outcomes if isinstance(outcome, FileFailed)]
         if failed:
             sys.exit(failed[0].reason)
@@ -219,14 +221,15 @@ class SlowProxy:
             return
 
 
-def latency(tokenizer: Path, stores: Stores, endpoint: str) -> float:
+def latency(tokenizer: Path, workspace: Workspace) -> float:
     """Wall seconds for reading many small objects from a store that is far away."""
     for i in range(SMALL_OBJECTS):
-        stores.source.put(f"small/{i:05d}.jsonl", b'{"prompt": "q", "completion": "a"}\n')
-    sources = [source for source in list_sources(stores.source) if "small" in source.key]
-    settings = recipe(tokenizer, endpoint_url=SlowProxy(endpoint).endpoint)
+        workspace.source.put(f"small/{i:05d}.jsonl", b'{"prompt": "q", "completion": "a"}\n')
+    sources = [source for source in list_sources(workspace.source) if "small" in source.key]
+    slow = SlowProxy(str(workspace.access.endpoint_url)).endpoint
+    far = connect(recipe(tokenizer, endpoint_url=slow), workspace.access)
     began = time.monotonic()
-    if any(isinstance(outcome, FileFailed) for outcome in verify_files(settings, sources)):
+    if any(isinstance(outcome, FileFailed) for outcome in verify_files(far, sources)):
         sys.exit("reading through the slow proxy failed")
     return time.monotonic() - began
 
@@ -240,12 +243,11 @@ def measure(files: Sequence[Path], path: Path, out: Path) -> dict[str, Any]:
     tokenize_files(tokenizer, files[:1], out)
     ours = rate(lambda: tokenize_files(tokenizer, files[1:], out))
     two_processes = scaling(tokenizer, files, out)
-    with embedded_store(out / "store") as running:
-        ensure_bucket(BUCKET)
-        settings = recipe(path)
-        stores = open_stores(settings)
-        s3 = through_the_store(FileTokenizer(settings), settings, stores, files)
-        small = latency(path, stores, running.url)
+    with embedded_store(out / "store") as access:
+        ensure_bucket(BUCKET, access)
+        workspace = connect(recipe(path), access)
+        s3 = through_the_store(FileTokenizer(workspace.recipe), workspace, files)
+        small = latency(path, workspace)
     loop = rival(plain_loop, path, files[1 : 1 + RIVAL_FILES], out)
     mapped = rival(datasets_map, path, files[1 : 1 + RIVAL_FILES], out)
     return {

@@ -36,10 +36,10 @@ from transformers import LlamaConfig, LlamaModel
 from benchmarks.pipeline import DECAY, PUBLISHED, TINY, device_of, make_world, overlap_share, run_steps, utilisation
 from benchmarks.specforge_step import specforge_step
 from dflash_core.drafter import model
+from dflash_core.drafter.attention import Attention, Blocks, boolean_mask
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter, embed_blocks
 from dflash_core.drafter.objective import SlotTargets, block_loss, slot_targets
-from dflash_core.drafter.visibility import Attention, Blocks, boolean_mask
 
 H, S, N, K, V, V_SMALL = 576, 1024, 128, 16, 248_320, 8_192
 LAYERS, CHUNK_ROWS = 5, 1024
@@ -69,7 +69,7 @@ class DenseAttention:
 
 
 def dense_attention(blocks: Blocks, shape: tuple[int, int], windows: tuple[int | None, ...]) -> Attention:
-    """Takes the place of `visibility.attention` while the plain form runs."""
+    """Takes the place of `attention.attention` while the plain form runs."""
     return DenseAttention({window: boolean_mask(blocks, shape, window) for window in set(windows)})
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from demo.word_problems import word_problems
-from dflash_core.storage.transfers import sha256_file
+from dflash_core.local_files import sha256_file
 
 FILES = 8
 ROWS = 281
 BAD_FILE = "part-03"
 BAD_ROWS = 33
-"""So few that a target served on one core answers them anew in well under a minute."""
+"""So few that a target served on one core answers them again in well under a minute."""
 BAD_SHARE = 0.87
 BROKEN_LINE_FILE = "part-05"
 SEED = 7
@@ -25,7 +25,7 @@ MAX_NEW_TOKENS = 256
 def completion_files(target: Path, folder: Path, on_progress: Callable[[int, int], None]) -> dict[str, Path]:
     """Sample every file's completions from the target, once for this target and these problems; name -> path.
 
-    They lie in a folder of `folder` that is named after both. One line of `part-05` is cut in the middle, as a killed
+    They are in a folder of `folder` that is named after both. One line of `part-05` is cut in the middle, as a killed
     writer leaves it.
     """
     folder = folder / _origin(target)

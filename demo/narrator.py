@@ -4,12 +4,13 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dflash_core.recipe import Recipe
+from dflash_core.storage.layout import METRICS_FILE, RUNS
 
 Move = Callable[[int, int], None]
 """Moves the bar to (done, total)."""
@@ -43,16 +44,16 @@ def _move(progress: Progress, task: TaskID, done: int, total: int) -> None:
 
 @dataclass
 class StepWatch:
-    """Moves the bar by the metrics that the trainer writes locally."""
+    """Moves the bar by the metrics that the trainer writes below the work folder, under the names it has in S3."""
 
-    recipe: Recipe
+    work_dir: Path
     move: Move
     started: float = field(default_factory=time.time)
 
     def look(self) -> None:
         """Read the last line of the newest metrics file of this training."""
-        runs = self.recipe.storage.work_dir / "drafter_checkpoint"
-        files = [f for f in runs.glob("*/metrics.jsonl") if f.stat().st_mtime >= self.started]
+        runs = self.work_dir / RUNS
+        files = [f for f in runs.glob(f"*/{METRICS_FILE}") if f.stat().st_mtime >= self.started]
         lines = [line for file in files for line in file.read_text().splitlines()[-1:]]
         for line in lines:
             step: dict[str, Any] = json.loads(line)

@@ -2,6 +2,7 @@
 
 from demo.files import FILES
 from dflash_core.records import Record
+from dflash_core.reports.sentences import rows_text
 
 REQUIRED_ACCEPTANCE = 4.0
 REQUIRED_RATIO = 1.5
@@ -22,10 +23,11 @@ class DemoReport(Record):
     wall_s: float
     train_s: float
     repair_s: float
-    """Until the bad file was generated anew, server start included."""
+    """Until the bad file was generated again, server start included."""
     rows_generated: int
     rows_in: int
     rows_kept: int
+    rows_dropped: int
     rows_rejected: int
     partitions_ok: int
     partitions_failed: int
@@ -42,8 +44,8 @@ class DemoReport(Record):
             f"{self.partitions_ok} partitions are materialized, {self.partitions_failed} failed": self.partitions_ok
             == FILES
             and self.partitions_failed == 0,
-            f"{self.rows_in} rows in, {self.rows_kept} kept and {self.rows_rejected} rejected": self.rows_in
-            == self.rows_kept + self.rows_rejected,
+            rows_text(self.rows_in, self.rows_kept, self.rows_dropped, self.rows_rejected): self.rows_in
+            == self.rows_kept + self.rows_dropped + self.rows_rejected,
             "the drafter changed the target's output": self.lossless,
             f"only {self.prompts} prompts": self.prompts >= REQUIRED_PROMPTS,
             f"acceptance length {self.acceptance_length:.2f} is below {REQUIRED_ACCEPTANCE}": self.acceptance_length
@@ -58,7 +60,7 @@ class DemoReport(Record):
         times = {
             f"{self.wall_s:.0f} s in all, more than {MOST_WALL_S}": self.wall_s <= MOST_WALL_S,
             f"{self.train_s:.0f} s of training, more than {MOST_TRAIN_S}": self.train_s <= MOST_TRAIN_S,
-            f"{self.repair_s:.0f} s to generate the bad file anew, more than {MOST_REPAIR_S}": self.repair_s
+            f"{self.repair_s:.0f} s to generate the bad file again, more than {MOST_REPAIR_S}": self.repair_s
             <= MOST_REPAIR_S,
         }
         return [sentence for sentence, holds in times.items() if not holds]

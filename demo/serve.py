@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_core.errors import UserError
-from dflash_core.supervised import free_ports, last_words, supervised
+from dflash_core.processes import free_ports, last_words, running_server
 
 START_TIMEOUT_S = 120.0
 GRACE_S = 3.0
@@ -26,7 +26,7 @@ def serving(target: Path, log: Path) -> Iterator[str]:
     port = free_ports(1)[0]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(target)]
     command += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
-    with supervised(command, "TERM", GRACE_S, log, OFFLINE) as process:
+    with running_server(command, "TERM", GRACE_S, log, OFFLINE) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _answers(f"http://127.0.0.1:{port}/health"):
             if process.poll() is not None or time.monotonic() > deadline:

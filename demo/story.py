@@ -1,6 +1,6 @@
 """`make demo`: the whole story on eight files, through a real Dagster, ending in .dflash/demo/report.json.
 
-sample -> upload -> partitions -> backfill -> gate fails -> generate one file anew -> rerun one partition ->
+sample -> upload -> partitions -> backfill -> gate fails -> generate one file again -> rerun one partition ->
 gate passes -> train -> evaluate -> export. A second run redoes nothing that is still valid: what the gate said the
 first time is read from the training set that was frozen then.
 """
@@ -22,15 +22,15 @@ from demo.serve import serving
 from dflash_assets.dev import dagster_ui, local_instance
 from dflash_assets.graphql import Dagster, RunEnd
 from dflash_assets.partitions import sync_partitions
-from dflash_core.completions.generation.inputs import find_generated, list_prompts
 from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import UserError
-from dflash_core.quality.training_set import load_training_set
-from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.generation.generate import find_generated, list_prompts
 from dflash_core.records import DrafterCheckpoint, DrafterEval, GeneratedFile, Record, TrainingSet
-from dflash_core.storage.embedded import store_of
-from dflash_core.storage.store import Store, Stores, open_stores
-from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.storage.layout import RunKeys, TrainingSetKeys
+from dflash_core.storage.s3 import Store
+from dflash_core.tokenization.tokenizer import fingerprint
+from dflash_core.training_set.freeze import load_training_set
+from dflash_core.workspace import Workspace, open_workspace
 
 RECIPE = Path("recipes/demo.toml")
 FOLDER = Path(".dflash/demo")
@@ -51,8 +51,7 @@ class FirstGate(Record):
 class Story:
     """The steps, in order, and what later ones need of earlier ones."""
 
-    recipe: Recipe
-    stores: Stores
+    workspace: Workspace
     ui: Dagster
     files: dict[str, Path] = field(default_factory=dict)
     partitions: list[str] = field(default_factory=list)
@@ -66,13 +65,13 @@ class Story:
             gate = FirstGate.model_validate_json((FOLDER / "first_gate.json").read_bytes())
         except (OSError, ValueError):
             return None
-        still_there = self.stores.derived.find_record(f"training_set/{gate.training_set}.json", TrainingSet)
+        still_there = self.workspace.derived.find_record(TrainingSetKeys(gate.training_set).manifest, TrainingSet)
         return gate if still_there is not None and gate == self._remember(gate.training_set) else None
 
     def sample(self, move: Move) -> str:
         """Completions of the target's own."""
-        self.files = completion_files(self.recipe.target.path, FOLDER / "completions", move)
-        return f"{len(self.files)} files of completions, sampled from {self.recipe.target.path}"
+        self.files = completion_files(self.workspace.recipe.target.path, FOLDER / "completions", move)
+        return f"{len(self.files)} files of completions, sampled from {self.workspace.recipe.target.path}"
 
     def upload(self, move: Move) -> str:
         """Every file into the store, the bad one spoiled, unless an earlier run has repaired it."""
@@ -80,15 +79,15 @@ class Story:
         for done, (name, path) in enumerate(self.files.items(), 1):
             body = path.read_bytes()
             if name != BAD_FILE:
-                sent += _put(self.stores.source, name, body)
+                sent += _put(self.workspace.source, name, body)
             elif self.first_gate is None or self._regenerated() is None:
-                sent += _put(self.stores.source, name, spoil(body))
+                sent += _put(self.workspace.source, name, spoil(body))
             move(done, len(self.files))
-        return f"{sent} of {len(self.files)} files to {self.stores.source.uri('')}, the others are there already"
+        return f"{sent} of {len(self.files)} files to {self.workspace.source.uri('')}, the others are there already"
 
     def sync(self, move: Move) -> str:
         """Every file a partition."""
-        synced = sync_partitions(local_instance(), self.recipe)
+        synced = sync_partitions(local_instance(), self.workspace)
         self.partitions = [source.partition for source in synced.sources]
         return f"{len(self.partitions)} partitions, {len(synced.added)} of them new"
 
@@ -102,7 +101,7 @@ class Story:
     def refuse(self, move: Move) -> str:
         """The gate fails and names the bad file; in a later run: what it said then."""
         earlier = self.first_gate
-        frozen = self._freeze() if earlier is None else load_training_set(self.recipe, earlier.training_set)
+        frozen = self._freeze() if earlier is None else load_training_set(self.workspace.derived, earlier.training_set)
         self.gates.append(frozen)
         named = [one for one in frozen.verdict.reasons if one.startswith(f"{BAD_FILE}:") and "spike" in one]
         if frozen.verdict.passed or not named:
@@ -111,13 +110,13 @@ class Story:
         return f"{'FAILS' if earlier is None else 'failed in an earlier run'}: {named[0]}"
 
     def repair(self, move: Move) -> str:
-        """The bad file's prompts, answered anew by the target behind a server of its own."""
+        """The bad file's prompts, answered again by the target behind a server of its own."""
         began = time.monotonic()
-        assert self.stores.prompts is not None
-        _put(self.stores.prompts, BAD_FILE, prompts_of_bad_file())
+        assert self.workspace.prompts is not None
+        _put(self.workspace.prompts, BAD_FILE, prompts_of_bad_file())
         earlier = self._regenerated()
         if earlier is None:
-            with serving(self.recipe.target.path, FOLDER / "serve.log") as url:
+            with serving(self.workspace.recipe.target.path, FOLDER / "serve.log") as url:
                 config = {"ops": {"generated_completions": {"config": {"servers": [url]}}}}
                 run = self.ui.materialize(["generated_completions"], partition=BAD_FILE, config=config)
                 _all_succeeded([self.ui.wait_for_run(run, STEP_TIMEOUT_S)])
@@ -126,7 +125,7 @@ class Story:
         if made is None:
             raise UserError(f"{BAD_FILE} should be generated by now, but its manifest is not valid")
         told = f"{made.written} of {made.lines} prompts answered, {made.completion_tokens:,} tokens"
-        return f"{BAD_FILE} {'generated anew' if earlier is None else 'was generated in an earlier run'}: {told}"
+        return f"{BAD_FILE} {'generated again' if earlier is None else 'was generated in an earlier run'}: {told}"
 
     def rerun(self, move: Move) -> str:
         """Only the repaired partition, as one run."""
@@ -145,7 +144,7 @@ class Story:
 
     def train(self, move: Move) -> str:
         """The drafter, online, behind the gpu pool."""
-        steps = StepWatch(self.recipe, move)
+        steps = StepWatch(self.workspace.work_dir, move)
         run = self.ui.materialize(["drafter_checkpoint"])
         _all_succeeded([self.ui.wait_for_run(run, STEP_TIMEOUT_S, lambda status: steps.look())])
         checkpoint = self.checkpoint()
@@ -164,15 +163,15 @@ class Story:
     def export(self, move: Move) -> str:
         """The folder that serving engines load."""
         _all_succeeded([self.ui.wait_for_run(self.ui.materialize(["drafter_export"]), STEP_TIMEOUT_S)])
-        return f"config.json and model.safetensors in {self.recipe.export.local_dir} and S3"
+        return f"config.json and model.safetensors in {self.workspace.recipe.export.local_dir} and S3"
 
     def checkpoint(self) -> DrafterCheckpoint:
         """Of the latest training run."""
-        return find_checkpoint(self.stores.derived, None)
+        return find_checkpoint(self.workspace.derived, None)
 
     def evaluation(self) -> DrafterEval:
         """Of the latest training run."""
-        return self.stores.derived.get_record(f"drafter_eval/{self.checkpoint().run}/report.json", DrafterEval)
+        return self.workspace.derived.get_record(RunKeys(self.checkpoint().run).report, DrafterEval)
 
     def report(self, wall_s: float) -> DemoReport:
         """Everything that was promised, in numbers."""
@@ -191,6 +190,7 @@ class Story:
             rows_generated=0 if regenerated is None else regenerated.written,
             rows_in=second.rows_read,
             rows_kept=second.rows_kept,
+            rows_dropped=second.rows_dropped or 0,
             rows_rejected=second.rows_rejected,
             partitions_ok=min(materialized for _, materialized, _ in counts),
             partitions_failed=max(failed for _, _, failed in counts),
@@ -201,20 +201,20 @@ class Story:
 
     def _freeze(self) -> TrainingSet:
         _all_succeeded([self.ui.wait_for_run(self.ui.materialize(["training_set"]), STEP_TIMEOUT_S)])
-        return load_training_set(self.recipe, None)
+        return load_training_set(self.workspace.derived)
 
     def _regenerated(self) -> GeneratedFile | None:
         """The manifest of the bad file's new completions, if they are there and valid."""
-        prompts = {source.partition: source for source in list_prompts(self.recipe)}
-        return find_generated(self.recipe, prompts[BAD_FILE]) if BAD_FILE in prompts else None
+        prompts = {source.partition: source for source in list_prompts(self.workspace)}
+        return find_generated(self.workspace, prompts[BAD_FILE]) if BAD_FILE in prompts else None
 
     def _remember(self, training_set: str) -> FirstGate:
         """What that training set was refused for, as things stand now."""
         return FirstGate(
             training_set=training_set,
             spoiled_sha256=hashlib.sha256(spoil(self.files[BAD_FILE].read_bytes())).hexdigest(),
-            fingerprint=fingerprint(self.recipe),
-            thresholds=self.recipe.gate.model_dump_json(),
+            fingerprint=fingerprint(self.workspace.recipe),
+            thresholds=self.workspace.recipe.gate.model_dump_json(),
         )
 
     def _count(self, move: Move) -> None:
@@ -241,10 +241,12 @@ def tell(keep_ui: bool) -> int:
     """Tell the story; 0 only if all of it held."""
     console = Console()
     began = time.monotonic()
-    recipe = load_recipe(RECIPE)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with store_of(recipe), dagster_ui(RECIPE, 3000, FOLDER / "dagster.log") as ui:
-        story = Story(recipe, open_stores(recipe), ui)
+    with (
+        open_workspace(RECIPE) as workspace,
+        dagster_ui(RECIPE, 3000, workspace.access, FOLDER / "dagster.log") as ui,
+    ):
+        story = Story(workspace, ui)
         steps = [story.sample, story.upload, story.sync, story.backfill, story.refuse, story.repair, story.rerun]
         steps += [story.accept, story.train, story.evaluate, story.export]
         names = ["sample", "upload", "partitions", "backfill", "gate", "repair", "rerun"]

@@ -1,7 +1,7 @@
 """Train the demo's target: our own tokenizer and a 1.3M-parameter Qwen3-class model which solves word problems aloud.
 
 The trade-off: the smallest model that copies names and numbers of the question reliably, since that is what a drafter
-can learn to foresee; arithmetic is a by-product. `--out DIR` trains anew, `--check DIR` measures a folder again.
+can learn to foresee; arithmetic is a by-product. `--out DIR` trains, `--check DIR` measures a folder.
 The script reproduces the quality (held-out loss within 2 %), not the bytes.
 
 Shapes: B sequences, S tokens, V vocabulary.
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m demo.train_target", description="Train or check the demo's target."
     )
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=Path, help="train anew and write the folder")
+    action.add_argument("--out", type=Path, help="train and write the folder")
     action.add_argument("--check", type=Path, help="measure a folder against its quality.json; 1 if 2 %% off")
     parser.add_argument(
         "--problems", type=int, default=Settings.problems, help="training problems (default %(default)s)"

@@ -4,24 +4,19 @@ A webhook that fails is logged and forgotten; its address is never written anywh
 asked, and what is or resolves to a metadata service is not told.
 """
 
-import json
-import socket
-import urllib.error
-import urllib.request
-from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
 
 import dagster as dg
+import httpx2
 
-from dflash_core.recipe import Alerts
-from dflash_core.storage.addresses import NoRedirect, is_refused
+from dflash_core.http import AddressRefused, pinned_client
+from dflash_core.recipe import AlertSettings
 
 LINES = 20
 """Failed files named in a message."""
 
 
-def alert_sensor(alerts: Alerts) -> dg.SensorDefinition:
+def alert_sensor(alerts: AlertSettings) -> dg.SensorDefinition:
     """Post what failed and why to `alerts.webhook_url`, as the recipe named it when the code location was loaded.
 
     Read once: a run that fails because somebody broke the recipe must be told, too.
@@ -40,7 +35,7 @@ def alert_sensor(alerts: Alerts) -> dg.SensorDefinition:
     return tell_of_failed_runs
 
 
-def message(context: dg.RunFailureSensorContext, alerts: Alerts) -> dict[str, Any]:
+def message(context: dg.RunFailureSensorContext, alerts: AlertSettings) -> dict[str, Any]:
     """What there is to tell of a failed run."""
     run = context.dagster_run
     steps = context.get_step_failure_events()
@@ -63,25 +58,21 @@ def message(context: dg.RunFailureSensorContext, alerts: Alerts) -> dict[str, An
     }
 
 
-def post(alerts: Alerts, told: dict[str, Any]) -> str | None:
+def post(alerts: AlertSettings, told: dict[str, Any]) -> str | None:
     """Send a message; what went wrong, or None. Never raises and never names the address."""
     assert alerts.webhook_url is not None
     body = _slack(told) if alerts.format == "slack" else told
     url = alerts.webhook_url.get_secret_value()
-    opener = urllib.request.build_opener(NoRedirect(), urllib.request.ProxyHandler({}))
     try:
-        found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
-        if any(is_refused(str(entry[4][0])) for entry in found):
-            return "its address is a link-local or metadata one, which is never talked to"
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with opener.open(request, timeout=alerts.timeout_s):
-            return None
-    except urllib.error.HTTPError as error:
-        return f"it answered {error.code}"
-    except TimeoutError:
+        with pinned_client(alerts.timeout_s) as client:
+            answer = client.post(url, json=body)
+    except AddressRefused:
+        return "its address is a link-local or metadata one, which is never talked to"
+    except httpx2.TimeoutException:
         return f"no answer within {alerts.timeout_s:g} s"
-    except (OSError, ValueError, HTTPException) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
         return f"it cannot be reached ({type(error).__name__})"
+    return None if answer.is_success else f"it answered {answer.status_code}"
 
 
 def _slack(told: dict[str, Any]) -> dict[str, str]:

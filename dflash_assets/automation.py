@@ -17,10 +17,10 @@ from dflash_assets.partitions import range_request, ranges_of, remember, sync_pa
 from dflash_assets.quarantine import QUARANTINE
 from dflash_assets.resources import RecipeResource
 from dflash_core.errors import UserError
-from dflash_core.quality.drift import without_shard
-from dflash_core.recipe import Recipe
 from dflash_core.records import Record, SourceFile
-from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.shards.state import invalid_shards
+from dflash_core.tokenization.tokenizer import fingerprint
+from dflash_core.workspace import Workspace
 
 RUNS_PER_TICK = 50
 FORGOTTEN_PER_TICK = 200
@@ -47,11 +47,11 @@ def new_completion_files(context: dg.SensorEvaluationContext, recipe: RecipeReso
     """Every new or changed source file becomes a partition and is processed; a vanished one is noted on its page."""
     instance = context.instance
     try:
-        settings = recipe.load()
-        synced = sync_partitions(instance, settings)
+        workspace = recipe.open()
+        synced = sync_partitions(instance, workspace)
         current = {_version(source): source for source in synced.sources}
         before = _Cursor.model_validate_json(context.cursor) if context.cursor else None
-        asked = _asked_for(instance, settings, before, current)
+        asked = _asked_for(instance, workspace, before, current)
     except (UserError, dg.Failure) as error:
         return dg.SensorResult(skip_reason=str(error), cursor=context.cursor)
     vanished = _forget(instance, sorted(asked - set(current)), {source.partition for source in synced.sources})
@@ -65,7 +65,7 @@ def new_completion_files(context: dg.SensorEvaluationContext, recipe: RecipeReso
         cursor=_Cursor(batch=batch, asked_for=tuple(fresh[key] for keys in ranges for key in keys)).model_dump_json(),
         asset_events=[
             *vanished,
-            *(drift_evaluation(settings, synced.sources, context.log.warning) if fresh or vanished else []),
+            *(drift_evaluation(workspace, synced.sources, context.log.warning) if fresh or vanished else []),
         ],
     )
 
@@ -75,14 +75,16 @@ def _version(source: SourceFile) -> str:
 
 
 def _asked_for(
-    instance: dg.DagsterInstance, recipe: Recipe, before: "_Cursor | None", current: Mapping[str, SourceFile]
+    instance: dg.DagsterInstance, workspace: Workspace, before: "_Cursor | None", current: Mapping[str, SourceFile]
 ) -> set[str]:
     """Versions that were asked for; at the first tick those that a backfill has done already."""
     asked = set(instance.get_dynamic_partitions(ASKED_FOR))
     if before is None and not asked:
         done = instance.get_materialized_partitions(raw_completions.key)
         sources = [source for source in current.values() if source.partition in done]
-        missing = without_shard(recipe, fingerprint(recipe), sources) if sources else {}
+        recipe = workspace.recipe
+        downloads = recipe.storage.downloads
+        missing = invalid_shards(workspace.derived, fingerprint(recipe), sources, downloads) if sources else {}
         new = [_version(source) for source in sources if source.partition not in missing]
     else:
         new = [version for version in (before.asked_for if before else ()) if version not in asked]

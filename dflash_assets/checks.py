@@ -4,7 +4,7 @@ A changed object makes its shard, the training set and the drafter stale, and Da
 into the bucket, and beyond a hundred partitions it does not compute staleness). These checks compare ETags, and the
 shards' and the drafter's also how their rows were made. They run with their asset or alone; the sensor that sees a
 change reports those of the training set and the drafter, too. (Not the shards': it reads every file's manifest, and the
-sensor has the changed ones made anew.)
+sensor has the changed ones made again.)
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,14 @@ from dflash_assets.quarantine import QUARANTINE, failed_files, quarantine_verdic
 from dflash_assets.resources import RecipeResource
 from dflash_core.drafter.runs import find_checkpoint
 from dflash_core.errors import ObjectMissing, UserError
-from dflash_core.quality.drift import NOT_TOKENIZED, WITHOUT_ROW, drift_of, without_shard
-from dflash_core.quality.training_set import load_training_set
-from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile, TrainingSet
-from dflash_core.storage.store import list_sources, open_stores
-from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.shards.state import ShardProblem, ShardState, invalid_shards
+from dflash_core.storage.layout import LATEST_TRAINING_SET
+from dflash_core.storage.partitions import list_sources
+from dflash_core.tokenization.tokenizer import fingerprint
+from dflash_core.training_set.drift import drift_of
+from dflash_core.training_set.freeze import load_training_set
+from dflash_core.workspace import Workspace
 
 SHARDS_CURRENT = dg.AssetCheckKey(tokenized_shards.key, "shards_current")
 SOURCES_CURRENT = dg.AssetCheckKey(dg.AssetKey("training_set"), "sources_current")
@@ -32,37 +34,44 @@ TRAINED_ON_CURRENT = dg.AssetCheckKey(dg.AssetKey("drafter_checkpoint"), "traine
 @dg.asset_check(
     asset=SHARDS_CURRENT.asset_key,
     name=SHARDS_CURRENT.name,
-    description="Every shard is of its source file as it lies in the bucket, made as the recipe says.",
+    description="Every shard is whole, and of its source file as it is in the bucket, made as the recipe says.",
 )
 def shards_current(context: dg.AssetCheckExecutionContext, recipe: RecipeResource) -> dg.AssetCheckResult:
     """The shards that Dagster shows as materialized against the bucket."""
-    settings = recipe.load()
+    workspace = recipe.open()
     try:
-        stale = stale_shards(context.instance, settings, list_sources(open_stores(settings).source))
+        stale = stale_shards(context.instance, workspace, list_sources(workspace.source))
     except UserError as error:
         raise dg.Failure(str(error), allow_retries=False) from None
     return dg.AssetCheckResult(
         passed=not stale,
         severity=dg.AssetCheckSeverity.WARN,
         description=f"{len(stale)} are not; materialize them again" if stale else None,
-        metadata={"stale": len(stale), "files": bullets([f"{key}: {why}" for key, why in sorted(stale.items())])},
+        metadata={"stale": len(stale), "files": bullets([f"{key}: {stale_reason(s)}" for key, s in stale.items()])},
     )
 
 
-def stale_shards(instance: dg.DagsterInstance, recipe: Recipe, sources: Sequence[SourceFile]) -> dict[str, str]:
-    """Partitions that were materialized and whose shard is not what it would be made now, and why.
+def stale_shards(
+    instance: dg.DagsterInstance, workspace: Workspace, sources: Sequence[SourceFile]
+) -> dict[str, ShardState]:
+    """Partitions that were materialized and whose shard is not whole, or not what it would be made now; sorted.
 
     Raises:
         UserError: the store or the target's folder cannot be read.
     """
     made = instance.get_materialized_partitions(tokenized_shards.key)
     known = [source for source in sources if source.partition in made]
-    found = without_shard(recipe, fingerprint(recipe), known) if known else {}
-    return {
-        partition: "made in another way than the recipe now says" if why == NOT_TOKENIZED else why
-        for partition, why in found.items()
-        if why != WITHOUT_ROW
-    }
+    if not known:
+        return {}
+    recipe = workspace.recipe
+    found = invalid_shards(workspace.derived, fingerprint(recipe), known, recipe.storage.downloads)
+    return {partition: state for partition, state in found.items() if state.problem != ShardProblem.WITHOUT_ROW}
+
+
+def stale_reason(state: ShardState) -> str:
+    """Why a shard that was materialized is stale."""
+    made_otherwise = state.problem == ShardProblem.NOT_TOKENIZED
+    return "made in another way than the recipe now says" if made_otherwise else state.reason
 
 
 @dg.asset_check(
@@ -70,7 +79,7 @@ def stale_shards(instance: dg.DagsterInstance, recipe: Recipe, sources: Sequence
 )
 def sources_current(recipe: RecipeResource) -> dg.AssetCheckResult:
     """The training set against the bucket."""
-    return _result(recipe.load(), SOURCES_CURRENT)
+    return _result(recipe.open(), SOURCES_CURRENT)
 
 
 @dg.asset_check(
@@ -80,25 +89,25 @@ def sources_current(recipe: RecipeResource) -> dg.AssetCheckResult:
 )
 def trained_on_current_shards(recipe: RecipeResource) -> dg.AssetCheckResult:
     """The drafter's training set against the bucket."""
-    return _result(recipe.load(), TRAINED_ON_CURRENT)
+    return _result(recipe.open(), TRAINED_ON_CURRENT)
 
 
 @dg.asset_check(asset=QUARANTINE.asset_key, name=QUARANTINE.name, description="No file has failed for good.")
 def nothing_quarantined(context: dg.AssetCheckExecutionContext, recipe: RecipeResource) -> dg.AssetCheckResult:
     """The files that are tried no more, with their reasons."""
-    settings = recipe.load()
+    workspace = recipe.open()
     try:
-        etags = {source.partition: source.etag for source in list_sources(open_stores(settings).source)}
+        etags = {source.partition: source.etag for source in list_sources(workspace.source)}
     except UserError as error:
         raise dg.Failure(str(error), allow_retries=False) from None
-    found = quarantine_verdict(failed_files(context.instance, etags, settings.automation.max_attempts))
+    found = quarantine_verdict(failed_files(context.instance, etags, workspace.recipe.automation.max_attempts))
     return dg.AssetCheckResult(
         passed=found.passed, severity=found.severity, description=found.description, metadata=found.metadata
     )
 
 
 def drift_evaluation(
-    recipe: Recipe, sources: Sequence[SourceFile], note: Callable[[str], None]
+    workspace: Workspace, sources: Sequence[SourceFile], note: Callable[[str], None]
 ) -> list[dg.AssetCheckEvaluation]:
     """Both verdicts for a listing, as events that belong to no run; none for what does not exist yet.
 
@@ -107,10 +116,10 @@ def drift_evaluation(
     found = []
     for key in (SOURCES_CURRENT, TRAINED_ON_CURRENT):
         try:
-            frozen = _frozen(recipe, key)
+            frozen = _frozen(workspace, key)
             if frozen is None:
                 continue
-            verdict = _verdict(recipe, key, frozen, sources)
+            verdict = _verdict(workspace, key, frozen, sources)
         except UserError as error:
             note(f"no verdict on {key.to_user_string()}: {error}")
             continue
@@ -127,22 +136,22 @@ def drift_evaluation(
     return found
 
 
-def _result(recipe: Recipe, key: dg.AssetCheckKey) -> dg.AssetCheckResult:
+def _result(workspace: Workspace, key: dg.AssetCheckKey) -> dg.AssetCheckResult:
     try:
-        frozen = _frozen(recipe, key)
+        frozen = _frozen(workspace, key)
         if frozen is None:
             return dg.AssetCheckResult(passed=True, description="nothing of that kind yet")
-        return _verdict(recipe, key, frozen, list_sources(open_stores(recipe).source))
+        return _verdict(workspace, key, frozen, list_sources(workspace.source))
     except UserError as error:
         raise dg.Failure(str(error), allow_retries=False) from None
 
 
 def _verdict(
-    recipe: Recipe, key: dg.AssetCheckKey, frozen: TrainingSet, sources: Sequence[SourceFile]
+    workspace: Workspace, key: dg.AssetCheckKey, frozen: TrainingSet, sources: Sequence[SourceFile]
 ) -> dg.AssetCheckResult:
     drift = drift_of(frozen, sources)
     found = [str(drift)]
-    now = fingerprint(recipe) if key == TRAINED_ON_CURRENT else frozen.fingerprint
+    now = fingerprint(workspace.recipe) if key == TRAINED_ON_CURRENT else frozen.fingerprint
     if now != frozen.fingerprint:
         found.append(f"its rows have the fingerprint {frozen.fingerprint}, the recipe now makes {now}")
     return dg.AssetCheckResult(
@@ -160,13 +169,13 @@ def _verdict(
     )
 
 
-def _frozen(recipe: Recipe, key: dg.AssetCheckKey) -> TrainingSet | None:
+def _frozen(workspace: Workspace, key: dg.AssetCheckKey) -> TrainingSet | None:
     """The training set that the check is about: the latest, or the latest drafter's."""
-    derived = open_stores(recipe).derived
+    derived = workspace.derived
     try:
         if key == SOURCES_CURRENT:
-            derived.get("training_set/latest.json")
-            return load_training_set(recipe)
-        return load_training_set(recipe, find_checkpoint(derived, None).training_set)
+            derived.get(LATEST_TRAINING_SET)
+            return load_training_set(derived)
+        return load_training_set(derived, find_checkpoint(derived, None).training_set)
     except ObjectMissing:
         return None

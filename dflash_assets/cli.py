@@ -1,4 +1,4 @@
-"""The commands that need Dagster, beside the core's: `dflash dev`, `dflash status`, `dflash partitions`."""
+"""The commands that need Dagster, besides the core's: `dflash dev`, `dflash status`, `dflash partitions`."""
 
 import sys
 from typing import Annotated

@@ -11,20 +11,19 @@ from collections.abc import Iterator
 import dagster as dg
 
 from dflash_assets.failures import failure, observations, stopped_before
-from dflash_assets.metadata import GROUP, file_uri, picture, version_tags
+from dflash_assets.metadata import GROUP, file_uri, lost_rows, picture, version_tags
 from dflash_assets.partitions import FILES_PER_RUN, completion_files, sources_of
 from dflash_assets.resources import RecipeResource
 from dflash_core import TOKENIZATION_VERSION
 from dflash_core.errors import UserError
-from dflash_core.quality.file_picture import file_picture
-from dflash_core.quality.histogram import at_most, quantiles
-from dflash_core.recipe import Recipe
 from dflash_core.records import ShardManifest
-from dflash_core.storage.store import Store, open_stores
-from dflash_core.tokenization.invariants import broken_invariants
-from dflash_core.tokenization.objects import FileDone
-from dflash_core.tokenization.pipeline import process_files
-from dflash_core.tokenization.shards import SCHEMA, read_shard
+from dflash_core.reports.file_picture import file_picture
+from dflash_core.shards.arrow import SCHEMA, broken_promises, read_shard
+from dflash_core.shards.pipeline import tokenize_files
+from dflash_core.shards.workers import FileDone
+from dflash_core.statistics.histogram import at_most, quantiles
+from dflash_core.storage.s3 import Store
+from dflash_core.workspace import Workspace
 
 OWNERS = ["team:data"]
 
@@ -58,7 +57,7 @@ loss_mask_stats = dg.AssetSpec(
     deps=["tokenized_shards"],
     description="What the loss will see: supervised tokens a row, lengths, finish reasons, duplicates, the spike.",
     group_name=GROUP,
-    kinds={"s3", "polars"},
+    kinds={"s3"},
     tags={"stage": "quality"},
     owners=OWNERS,
     code_version=TOKENIZATION_VERSION,
@@ -70,7 +69,7 @@ FILE_ASSETS = (raw_completions.key, tokenized_shards.key, loss_mask_stats.key)
 rows_conserved = dg.AssetCheckSpec(
     "rows_conserved",
     asset="tokenized_shards",
-    description="Rows read = rows kept + rows rejected, file by file.",
+    description="Rows read = rows kept + rows dropped + rows rejected, file by file.",
     blocking=True,
 )
 mask_invariants = dg.AssetCheckSpec(
@@ -99,21 +98,20 @@ def completion_file_assets(
     manifests: list[ShardManifest] = []
     stopped = ""
     try:
-        settings = recipe.load()
-        derived = open_stores(settings).derived
-        sources, gone = sources_of(settings, context.partition_keys)
+        workspace = recipe.open()
+        sources, gone = sources_of(workspace, context.partition_keys)
         for partition in gone:
             failed[partition] = "its source file is gone, or not generated yet"
             yield from observations(context, partition, failed[partition], None)
-        for outcome in process_files(settings, sources):
+        for outcome in tokenize_files(workspace, sources):
             if isinstance(outcome, FileDone):
                 manifests.append(outcome.manifest)
-                yield from _materializations(context, settings, derived, outcome)
+                yield from _materializations(context, workspace, outcome)
             else:
                 failed[outcome.source.partition] = outcome.reason
                 yield from observations(context, outcome.source.partition, outcome.reason, outcome.source.etag)
         if mask_invariants.key in context.selected_asset_check_keys:
-            yield _invariants(derived, manifests)
+            yield _invariants(workspace.derived, manifests)
     except (UserError, dg.Failure) as error:
         stopped = str(error)
         done = {manifest.source.partition for manifest in manifests}
@@ -126,10 +124,10 @@ def completion_file_assets(
 
 
 def _materializations(
-    context: dg.AssetExecutionContext, recipe: Recipe, derived: Store, done: FileDone
+    context: dg.AssetExecutionContext, workspace: Workspace, done: FileDone
 ) -> Iterator[dg.AssetMaterialization]:
-    manifest, statistics = done.manifest, done.statistics
-    near_empty = at_most(statistics.supervised, recipe.gate.near_empty_tokens)
+    manifest, statistics, derived = done.manifest, done.statistics, workspace.derived
+    near_empty = at_most(statistics.supervised, workspace.recipe.gate.near_empty_tokens)
     versions: dict[dg.AssetKey, tuple[str, dict[str, dg.MetadataValue | str | int | float | bool]]] = {
         raw_completions.key: (
             manifest.source_sha256,
@@ -148,10 +146,8 @@ def _materializations(
                 "sha256": manifest.shard.sha256,
                 "fingerprint": manifest.fingerprint,
                 "rejects": derived.uri(manifest.rejects.key),
-                "reject reasons": dg.MetadataValue.json(manifest.reject_reasons),
                 "dagster/row_count": manifest.rows_kept,
-                "rows read": manifest.rows_read,
-                "rows rejected": manifest.rows_rejected,
+                **lost_rows(manifest),
                 "tokens": manifest.tokens,
                 "supervised tokens": manifest.supervised_tokens,
             },
@@ -183,7 +179,9 @@ def _materializations(
 
 
 def _conservation(manifests: list[ShardManifest]) -> dg.AssetCheckResult:
-    wrong = [m.source.partition for m in manifests if m.rows_read != m.rows_kept + m.rows_rejected]
+    wrong = [
+        m.source.partition for m in manifests if m.rows_read != m.rows_kept + (m.rows_dropped or 0) + m.rows_rejected
+    ]
     return dg.AssetCheckResult(
         asset_key=tokenized_shards.key,
         check_name=rows_conserved.name,
@@ -192,6 +190,7 @@ def _conservation(manifests: list[ShardManifest]) -> dg.AssetCheckResult:
             "files": len(manifests),
             "rows read": sum(m.rows_read for m in manifests),
             "rows kept": sum(m.rows_kept for m in manifests),
+            "rows dropped": sum(m.rows_dropped or 0 for m in manifests),
             "rows rejected": sum(m.rows_rejected for m in manifests),
             "files that lost rows": dg.MetadataValue.json(wrong),
         },
@@ -203,7 +202,7 @@ def _invariants(derived: Store, manifests: list[ShardManifest]) -> dg.AssetCheck
     sample = sorted(manifests, key=lambda m: m.source.partition)[:: max(1, len(manifests) // SAMPLED_SHARDS)]
     broken: dict[str, dict[str, int]] = {}
     for manifest in sample[:SAMPLED_SHARDS]:
-        found = broken_invariants(read_shard(derived.read(manifest.shard)))
+        found = broken_promises(read_shard(derived.read(manifest.shard)))
         if found:
             broken[manifest.source.partition] = found
     return dg.AssetCheckResult(

@@ -1,6 +1,6 @@
 """The Dagster UI and daemon on this machine, with the recipe's embedded store: what `make dev` and the demo run on."""
 
-import fcntl
+import os
 import socket
 import subprocess
 import sys
@@ -14,9 +14,10 @@ import dagster as dg
 from dflash_assets.graphql import Dagster
 from dflash_assets.partitions import sync_partitions
 from dflash_core.errors import StorageError, UserError
-from dflash_core.recipe import load_recipe
-from dflash_core.storage.embedded import store_of
-from dflash_core.supervised import free_ports, last_words, supervised
+from dflash_core.local_files import locked
+from dflash_core.processes import free_ports, last_words, running_server
+from dflash_core.storage.s3 import Access
+from dflash_core.workspace import open_workspace
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
@@ -34,13 +35,12 @@ def serve(recipe: Path, port: int) -> None:
     Raises:
         UserError: the recipe, its store or Dagster do not come up.
     """
-    settings = load_recipe(recipe)
-    with store_of(settings):
+    with open_workspace(recipe) as workspace:
         try:
-            sync_partitions(local_instance(), settings)
+            sync_partitions(local_instance(), workspace)
         except StorageError as error:
             print(f"no partitions yet: {error}", file=sys.stderr)
-        _serve(recipe, port)
+        _serve(recipe, port, workspace.access)
 
 
 def local_instance() -> dg.DagsterInstance:
@@ -54,8 +54,8 @@ def local_instance() -> dg.DagsterInstance:
     return dg.DagsterInstance.from_config(str(Path.cwd()))
 
 
-def _serve(recipe: Path, port: int) -> None:
-    with _running(recipe, port, log=None) as (ui, process):
+def _serve(recipe: Path, port: int, access: Access) -> None:
+    with _running(recipe, port, access, log=None) as (ui, process):
         ui.wait_until_loaded()
         switch_on(ui)
         print(f"\n  Dagster UI: {ui.url}\n  Ctrl-C stops it; its state stays in .dflash/\n", flush=True)
@@ -74,31 +74,42 @@ def switch_on(ui: Dagster) -> None:
 
 
 @contextmanager
-def dagster_ui(recipe: Path, port: int, log: Path | None) -> Iterator[Dagster]:
-    """Webserver and daemon on 127.0.0.1; output to `log` (None: this terminal).
+def dagster_ui(recipe: Path, port: int, access: Access, log: Path | None) -> Iterator[Dagster]:
+    """Webserver and daemon on 127.0.0.1.
+
+    Args:
+        recipe: of the code location.
+        port: of the UI; another where it is taken.
+        access: to the object store, for Dagster and everything that it starts.
+        log: gets the output; None: this terminal.
 
     Raises:
         UserError: Dagster runs in this folder already, ends before it answers, or does not answer in time.
     """
-    with _running(recipe, port, log) as (ui, _):
+    with _running(recipe, port, access, log) as (ui, _):
         yield ui
 
 
 @contextmanager
-def _running(recipe: Path, port: int, log: Path | None) -> "Iterator[tuple[Dagster, subprocess.Popen[bytes]]]":
+def _running(
+    recipe: Path, port: int, access: Access, log: Path | None
+) -> "Iterator[tuple[Dagster, subprocess.Popen[bytes]]]":
     STATE.mkdir(exist_ok=True)
-    with (STATE / "dagster.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"Dagster already runs in {Path.cwd()}; stop it first") from None
+    running = UserError(f"Dagster already runs in {Path.cwd()}; stop it first")
+    with locked(STATE / "dagster.lock", running) as lock:
         ui = Dagster(f"http://127.0.0.1:{_free(port)}")
         # -W: `dagster dev` warns that `dg dev` supersedes it, which needs a project of another form.
         dagster = [sys.executable, "-W", "ignore:Function", "-m", "dagster"]
         # -w: without it a pyproject.toml in this folder would name the code location, and name it otherwise.
         command = [*dagster, "dev", "-w", "workspace.yaml", "-h", "127.0.0.1", "-p", ui.url.rpartition(":")[2]]
-        environment = {"DAGSTER_HOME": str(Path.cwd()), "DFLASH_RECIPE": str(recipe.resolve())}
-        with supervised(command, "INT", STOP_TIMEOUT_S, log, environment, lock) as process:
+        environment: dict[str, str | None] = {
+            "DAGSTER_HOME": str(Path.cwd()),
+            "DFLASH_RECIPE": str(recipe.resolve()),
+        }
+        if access.is_complete:  # then no profile, token or endpoint of the user's own gets in
+            environment |= dict.fromkeys(name for name in os.environ if name.startswith("AWS_"))
+        environment |= access.environment()
+        with running_server(command, "INT", STOP_TIMEOUT_S, log, environment, (lock,)) as process:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not ui.answers():
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """drafter_checkpoint and drafter_coverage: the drafter's weights, and what the training run took from each source file.
 
-Training runs in its own process behind the `gpu` pool, one run at a time; its steps stream into the run's log. The
+Training runs in child processes behind the `gpu` pool, one run at a time; its steps stream into the run's log. The
 weights are one unpartitioned asset; the same run reports drafter_coverage for every file it consumed.
 """
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from dflash_assets.live import observed
+from dflash_assets import children
 from dflash_assets.metadata import GROUP, file_uri, picture, table, version_tags
 from dflash_assets.partitions import NAME as PARTITIONS_NAME
 from dflash_assets.partitions import completion_files, remember
-from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
 from dflash_core import TRAINING_VERSION
 from dflash_core.records import DrafterCheckpoint
-from dflash_core.storage.store import Store, open_stores
+from dflash_core.storage.s3 import Store
+from dflash_core.training.job import Job
 
 GPU_TAGS = {"dagster-k8s/config": {"container_config": {"resources": {"limits": {"nvidia.com/gpu": "1"}}}}}
 """For dagster-k8s: as many as the recipe's placement has, see deploy/README.md; tags are read before the recipe is."""
@@ -62,22 +62,9 @@ def drafter_checkpoint(
     context: dg.AssetExecutionContext, recipe: RecipeResource, config: TrainingConfig
 ) -> Iterator[dg.AssetMaterialization | dg.MaterializeResult[None]]:
     """Train (or continue) the drafter of the training set."""
-    settings = recipe.load()
-    arguments = ["dflash_core.train", "--recipe", recipe.path, "--pipes"]
-    if config.training_set is not None:
-        arguments += ["--training-set", config.training_set]
-    if config.accept_failed_gate:
-        arguments.append("--accept-failed-gate")
-    with (
-        dg.open_pipes_session(
-            context=context,
-            context_injector=dg.PipesTempFileContextInjector(),
-            message_reader=dg.PipesTempFileMessageReader(),
-        ) as session,
-        observed(context, drafter_checkpoint.key, session),
-    ):
-        checkpoint = run_core(arguments, DrafterCheckpoint, session.get_bootstrap_env_vars())
-    derived = open_stores(settings).derived
+    workspace = recipe.open()
+    derived = workspace.derived
+    checkpoint = children.train(context, workspace, Job(config.training_set, config.accept_failed_gate))
     known = set(context.instance.get_dynamic_partitions(PARTITIONS_NAME))
     remember(context.instance, PARTITIONS_NAME, [f.partition for f in checkpoint.coverage if f.partition not in known])
     version = checkpoint.weights.sha256

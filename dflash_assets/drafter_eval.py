@@ -2,23 +2,19 @@
 
 import dagster as dg
 
+from dflash_assets import children
 from dflash_assets.drafter_checkpoint import GPU_TAGS, drafter_checkpoint
 from dflash_assets.metadata import GROUP, file_uri, picture, table
-from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
-from dflash_core.evaluation.acceptance import interval_text
 from dflash_core.records import AcceptanceCut, DrafterEval
-from dflash_core.storage.store import open_stores
+from dflash_core.reports.sentences import interval_text, previous_text
+from dflash_core.storage.layout import RunKeys
 
 
 class RunConfig(dg.Config):
     """Which training run; none given: the latest."""
 
     run: str | None = None
-
-    def arguments(self) -> list[str]:
-        """As the core commands take it."""
-        return [] if self.run is None else [self.run]
 
 
 @dg.asset(
@@ -49,13 +45,12 @@ class RunConfig(dg.Config):
 )
 def drafter_eval(context: dg.AssetExecutionContext, recipe: RecipeResource, config: RunConfig) -> dg.MaterializeResult:  # type: ignore[type-arg]
     """Decode the held-out prompts with the drafter, without it, and with the drafters it is compared with."""
-    settings = recipe.load()
-    arguments = ["dflash_core.cli", "evaluate", "--recipe", recipe.path, *config.arguments()]
-    report = run_core(arguments, DrafterEval)
-    derived = open_stores(settings).derived
+    workspace = recipe.open()
+    derived = workspace.derived
+    report = children.evaluate(context, workspace, config.run)
     return dg.MaterializeResult(
         metadata={
-            **file_uri(derived.uri(f"drafter_eval/{report.run}/report.json")),
+            **file_uri(derived.uri(RunKeys(report.run).report)),
             "run": report.run,
             "picture": picture(derived.read(report.picture)),
             "report": derived.uri(report.markdown.key),
@@ -81,7 +76,7 @@ def drafter_eval(context: dg.AssetExecutionContext, recipe: RecipeResource, conf
         },
         check_results=[
             _lossless(report),
-            _acceptance(report, settings.evaluation.min_acceptance_length),
+            _acceptance(report, workspace.recipe.evaluation.min_acceptance_length),
             _not_worse(report),
         ],
     )
@@ -112,7 +107,7 @@ def _not_worse(report: DrafterEval) -> dg.AssetCheckResult:
     return dg.AssetCheckResult(
         check_name="not_worse",
         passed=previous.verdict != "worse",
-        description=f"{previous.verdict}: {previous.reason}",
+        description=previous_text(report),
         metadata={
             "verdict": previous.verdict,
             "reason": previous.reason,

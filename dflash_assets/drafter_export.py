@@ -2,13 +2,12 @@
 
 import dagster as dg
 
+from dflash_assets import children
 from dflash_assets.drafter_checkpoint import drafter_checkpoint
 from dflash_assets.drafter_eval import RunConfig, drafter_eval
 from dflash_assets.metadata import GROUP, file_uri, table
-from dflash_assets.process import run_core
 from dflash_assets.resources import RecipeResource
-from dflash_core.records import DrafterExport
-from dflash_core.storage.store import open_stores
+from dflash_core.storage.layout import RunKeys
 
 
 @dg.asset(
@@ -23,12 +22,12 @@ def drafter_export(
     context: dg.AssetExecutionContext, recipe: RecipeResource, config: RunConfig
 ) -> dg.MaterializeResult:  # type: ignore[type-arg]
     """Write the folder to S3, and to the recipe's local folder."""
-    settings = recipe.load()
-    export = run_core(["dflash_core.cli", "export", "--recipe", recipe.path, *config.arguments()], DrafterExport)
-    derived = open_stores(settings).derived
+    workspace = recipe.open()
+    derived = workspace.derived
+    export = children.export(context, workspace, config.run)
     return dg.MaterializeResult(
         metadata={
-            **file_uri(derived.uri(f"drafter_export/{export.run}/")),
+            **file_uri(derived.uri(RunKeys(export.run).export_folder)),
             "run": export.run,
             "training set": export.training_set,
             "dtype": export.dtype,

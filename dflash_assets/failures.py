@@ -22,7 +22,7 @@ def observations(
 
 
 def stopped_before(asset: dg.AssetKey, partitions: Iterable[str], reason: str) -> Iterator[dg.AssetObservation]:
-    """That a run ended before it came to these files, for a reason that is none of theirs, on one asset's pages."""
+    """That a run ended before it came to these files, for a reason that is not theirs, on one asset's pages."""
     for partition in partitions:
         yield dg.AssetObservation(asset, partition=partition, metadata={"state": STOPPED, "reason": reason})
 

@@ -1,7 +1,7 @@
 """generated_completions: prompts -> an OpenAI-compatible server -> the source file of the same partition.
 
 Upstream of raw_completions and optional: most sources have no prompts, and are materialized without it.
-A backfill takes many files at once, so that the servers' slots stay busy from one file to the next; its size differs
+A backfill takes many files at once, so that the servers stay busy from one file to the next; its size differs
 from that of the file assets, so that a bad file of prompts fails alone.
 """
 
@@ -18,12 +18,12 @@ from dflash_assets.metadata import GROUP, file_uri, picture
 from dflash_assets.partitions import completion_files, sources_of
 from dflash_assets.resources import RecipeResource
 from dflash_core.errors import StorageError, UserError
-from dflash_core.quality.plots import generation_plot
-from dflash_core.recipe import Recipe
 from dflash_core.records import GeneratedFile, SourceFile
+from dflash_core.storage.partitions import find_files
+from dflash_core.workspace import Workspace
 
 if TYPE_CHECKING:
-    from dflash_core.completions.generation.progress import Progress
+    from dflash_core.generation.progress import GenerationProgress
 
 FILES_PER_RUN = 100
 LOG_EVERY_S = 15.0
@@ -60,14 +60,14 @@ def generated_completions(
     failed: dict[str, str] = {}
     stopped = ""
     try:
-        settings = recipe.load()
-        prompts, without = _prompts_of(settings, list(context.partition_keys))
-        there, gone = _written_by_others(settings, without)
+        workspace = recipe.open()
+        prompts, without = _prompts_of(workspace, list(context.partition_keys))
+        there, gone = _written_by_others(workspace, without)
         yield from (report.untouched(source) for source in there)
         for partition in gone:
             failed[partition] = "there are neither prompts nor completions"
             yield from observations(context, partition, failed[partition], None)
-        yield from _generate(settings, prompts, config, report, failed)
+        yield from _generate(workspace, prompts, config, report, failed)
     except UserError as error:
         stopped = str(error)
     if failed or stopped:
@@ -75,18 +75,25 @@ def generated_completions(
 
 
 def _generate(
-    settings: Recipe, prompts: list[SourceFile], config: GenerationConfig, report: "_Report", failed: dict[str, str]
+    workspace: Workspace, prompts: list[SourceFile], config: GenerationConfig, report: "_Report", failed: dict[str, str]
 ) -> Iterator[Event]:
     if not prompts:
         return
     # The client is paid for only where there are prompts.
-    from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files
-    from dflash_core.completions.generation.inputs import api_key, with_servers
-    from dflash_core.tokenization.served import PromptEncoder
+    from dflash_core.generation.generate import (
+        FileGenerated,
+        GenerationWatch,
+        api_key,
+        generate_files,
+        with_servers,
+    )
+    from dflash_core.tokenization.encode import PromptEncoder
 
-    settings = with_servers(settings, config.servers or ())
-    key, watch = api_key(settings, os.environ), Watch(report.progress, report.note)
-    for outcome in generate_files(settings, prompts, PromptEncoder(settings), key, watch, anew=config.anew):
+    workspace = with_servers(workspace, config.servers or ())
+    settings = workspace.recipe
+    key, watch = api_key(settings, os.environ), GenerationWatch(report.progress, report.note)
+    encoder = PromptEncoder(settings.tokenizer_path, settings.tokenization)
+    for outcome in generate_files(workspace, prompts, encoder, key, watch, anew=config.anew):
         if isinstance(outcome, FileGenerated):
             yield report.generated(outcome.manifest, outcome.skipped)
         else:
@@ -94,21 +101,19 @@ def _generate(
             yield from observations(report.context, outcome.source.partition, outcome.reason, outcome.source.etag)
 
 
-def _prompts_of(settings: Recipe, partitions: list[str]) -> tuple[list[SourceFile], list[str]]:
+def _prompts_of(workspace: Workspace, partitions: list[str]) -> tuple[list[SourceFile], list[str]]:
     """The files of prompts of these partitions, and the partitions that have none."""
-    from dflash_core.storage.store import find_files, open_stores
-
-    store = open_stores(settings).prompts
+    store = workspace.prompts
     found = {source.partition: source for source in find_files(store)} if store is not None else {}
     return [found[key] for key in partitions if key in found], [key for key in partitions if key not in found]
 
 
-def _written_by_others(settings: Recipe, partitions: list[str]) -> tuple[list[SourceFile], list[str]]:
+def _written_by_others(workspace: Workspace, partitions: list[str]) -> tuple[list[SourceFile], list[str]]:
     """The source files of partitions without prompts, and the partitions that do not even have that."""
     if not partitions:
         return [], []
     try:
-        return sources_of(settings, partitions)
+        return sources_of(workspace, partitions)
     except StorageError:
         return [], partitions
 
@@ -121,7 +126,7 @@ class _Report:
     alone: bool
     _logged_at: float = 0.0
 
-    def progress(self, now: "Progress") -> None:
+    def progress(self, now: "GenerationProgress") -> None:
         """A line in the log every now and then."""
         if time.monotonic() - self._logged_at > LOG_EVERY_S:
             self._logged_at = time.monotonic()
@@ -132,12 +137,14 @@ class _Report:
         self.context.log.warning(sentence)
 
     def untouched(self, source: SourceFile) -> Event:
-        """A partition without prompts: what lies in the source stands."""
+        """A partition without prompts: what is in the source stands."""
         metadata: Metadata = {**file_uri(source.uri), "prompts": "none: the file was not generated here"}
         return self._event(source.partition, source.etag, metadata)
 
     def generated(self, made: GeneratedFile, skipped: bool) -> Event:
         """A generated file with its numbers and picture."""
+        from dflash_core.reports.plots import generation_picture  # matplotlib: a code location must load in a second
+
         good = made.outcomes.get("good", 0)
         metadata: Metadata = {
             **file_uri(made.completions_uri),
@@ -157,7 +164,7 @@ class _Report:
             "model": made.model,
             "servers": ", ".join(made.servers),
             "seconds": made.seconds,
-            "picture": picture(generation_plot(made)),
+            "picture": picture(generation_picture(made)),
         }
         return self._event(made.partition, made.completions.sha256, metadata)
 

@@ -2,14 +2,15 @@
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
+
 from dflash_assets.partitions import RANGE_END, RANGE_START
 from dflash_core.errors import UserError
+from dflash_core.http import open_client
 
 LOCATION = "dflash"
 POLL_S = 0.5
@@ -223,17 +224,13 @@ class Dagster:
         Raises:
             UserError: no answer, or errors in it.
         """
-        request = urllib.request.Request(
-            f"{self.url}/graphql",
-            json.dumps({"query": query, "variables": variables}).encode(),
-            {"Content-Type": "application/json"},
-        )
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                answer = json.load(response)
-        except urllib.error.HTTPError as error:
-            raise UserError(f"Dagster at {self.url}: {error}: {error.read(2000).decode(errors='replace')}") from None
-        except (OSError, ValueError) as error:
+            with open_client(self.url, TIMEOUT_S) as client:
+                response = client.post(f"{self.url}/graphql", json={"query": query, "variables": variables})
+            if not response.is_success:
+                raise UserError(f"Dagster at {self.url} answers {response.status_code}: {response.text[:2000]}")
+            answer = response.json()
+        except (httpx2.HTTPError, OSError, ValueError) as error:
             raise UserError(f"Dagster at {self.url} does not answer: {error}") from None
         if "errors" in answer:
             raise UserError(f"Dagster at {self.url}: {answer['errors'][0]['message']}")

@@ -6,6 +6,8 @@ from typing import Literal
 
 import dagster as dg
 
+from dflash_core.records import ShardManifest, TrainingSet
+
 GROUP = "dflash"
 """One group: the whole lineage is one picture when the UI opens."""
 SHOWN = 20
@@ -19,7 +21,7 @@ def picture(image: bytes, kind: Literal["png", "svg+xml"] = "png") -> dg.Markdow
 
 
 def file_uri(uri: str) -> dict[str, str]:
-    """The entry under which the UI shows where an asset lies."""
+    """The entry under which the UI shows where an asset is."""
     return {"dagster/uri": uri}
 
 
@@ -40,6 +42,23 @@ def version_tags(
         tags[f"dagster/input_data_version/{key.to_user_string()}"] = used
         tags[f"dagster/input_event_pointer/{key.to_user_string()}"] = "NULL" if last_event is None else str(last_event)
     return tags
+
+
+def lost_rows(record: ShardManifest | TrainingSet) -> dict[str, int | dg.JsonMetadataValue]:
+    """Rows read, and those that were dropped or rejected, each with their reasons.
+
+    Objects from before TOKENIZATION_VERSION 4 count both as rejected.
+    """
+    dropped: dict[str, int | dg.JsonMetadataValue] = {}
+    if record.rows_dropped is not None:
+        reasons = dg.MetadataValue.json(record.drop_reasons or {})
+        dropped = {"rows dropped": record.rows_dropped, "drop reasons": reasons}
+    return {
+        "rows read": record.rows_read,
+        **dropped,
+        "rows rejected": record.rows_rejected,
+        "reject reasons": dg.MetadataValue.json(record.reject_reasons),
+    }
 
 
 def bullets(lines: Sequence[str]) -> dg.MarkdownMetadataValue:

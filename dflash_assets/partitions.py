@@ -1,7 +1,7 @@
 """The one partitions definition: a partition is a source file with completions, or the prompts that will become one.
 
 Dagster gives a run one key or one contiguous range of keys, in the order in which they were added. New files are added
-together, so they lie together; scattered keys cost a run per range.
+together, so they stand together; scattered keys cost a run per range.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,13 +10,13 @@ from itertools import count, groupby
 
 import dagster as dg
 
-from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile
-from dflash_core.storage.store import find_files, list_sources, open_stores
+from dflash_core.storage.partitions import find_files, list_sources
+from dflash_core.workspace import Workspace
 
 NAME = "completion_files"
 FILES_PER_RUN = 250
-"""Small enough to lose little with a run, large enough that starting it costs nothing beside its work."""
+"""Small enough to lose little with a run, large enough that starting it costs nothing compared with its work."""
 ADDED_AT_ONCE = 5000
 """SQLite takes 32,766 values in a statement."""
 RANGE_START, RANGE_END = "dagster/asset_partition_range_start", "dagster/asset_partition_range_end"
@@ -33,15 +33,14 @@ class Synced:
     """Partitions without completions and prompts. They are kept: a drafter may have been trained on them."""
 
 
-def sync_partitions(instance: dg.DagsterInstance, recipe: Recipe) -> Synced:
+def sync_partitions(instance: dg.DagsterInstance, workspace: Workspace) -> Synced:
     """Make every file of completions or prompts a partition of this instance.
 
     Raises:
         StorageError: the bucket cannot be listed or holds neither completions nor prompts.
     """
-    stores = open_stores(recipe)
-    prompts = [] if stores.prompts is None else find_files(stores.prompts)
-    sources = find_files(stores.source) if prompts else list_sources(stores.source)
+    prompts = [] if workspace.prompts is None else find_files(workspace.prompts)
+    sources = find_files(workspace.source) if prompts else list_sources(workspace.source)
     known = set(instance.get_dynamic_partitions(NAME))
     found = sorted({file.partition for file in [*sources, *prompts]})
     added = [partition for partition in found if partition not in known]
@@ -55,10 +54,10 @@ def remember(instance: dg.DagsterInstance, name: str, keys: Sequence[str]) -> No
         instance.add_dynamic_partitions(name, keys[first : first + ADDED_AT_ONCE])
 
 
-def sources_of(recipe: Recipe, partitions: Sequence[str]) -> tuple[list[SourceFile], list[str]]:
+def sources_of(workspace: Workspace, partitions: Sequence[str]) -> tuple[list[SourceFile], list[str]]:
     """The source files of these partitions as the bucket has them now, and the partitions that have none any more."""
     wanted = set(partitions)
-    sources = [source for source in list_sources(open_stores(recipe).source) if source.partition in wanted]
+    sources = [source for source in list_sources(workspace.source) if source.partition in wanted]
     return sources, sorted(wanted - {source.partition for source in sources})
 
 

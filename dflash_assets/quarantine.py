@@ -1,9 +1,9 @@
 """Failed files: why they failed, how often they were tried, and which are tried no more until somebody releases them.
 
 The event log is the ledger. Every further try is an observation on the file's page, with the ETag it is for, written
-before the run is asked for, so that a file which kills its run counts, too. A run that ends for a reason that is no
-file's (recipe, target, store) says so on the page of each file it did not come to, and is none of that file's tries.
-Another version of the file, a success or a release starts the count anew.
+before the run is asked for, so that a file which kills its run counts, too. A run that ends for another reason than the
+file (recipe, target, store) says so on the page of each file it did not come to, and is not counted as a try. Another
+version of the file, a success or a release starts the count from zero.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from dflash_assets.completion_files import FILE_ASSETS, raw_completions
 from dflash_assets.failures import FAILED, STOPPED
 from dflash_assets.metadata import table
 from dflash_assets.partitions import NAME, completion_files, sync_partitions
-from dflash_core.recipe import Recipe
-from dflash_core.storage.selection import select_files
+from dflash_core.storage.partitions import select_files
+from dflash_core.workspace import Workspace
 
 STATE, TRY_AGAIN, RELEASED = "state", "asked for again", "released"
 PAGE = 1000
@@ -52,7 +52,7 @@ def failed_files(instance: dg.DagsterInstance, etags: Mapping[str, str], max_tri
 
     Args:
         instance: its event log is read.
-        etags: of the files in the bucket; a partition without one has vanished and is none of the failed.
+        etags: of the files in the bucket; a partition without one has vanished and does not count as failed.
         max_tries: at most so many for one version of a file.
     """
     states = list(statuses(instance).values())
@@ -86,15 +86,15 @@ def note_try(instance: dg.DagsterInstance, failed: FailedFile, etag: str) -> Non
     _observe(instance, failed.partition, metadata)
 
 
-def release_files(instance: dg.DagsterInstance, recipe: Recipe, selectors: Sequence[str]) -> list[str]:
+def release_files(instance: dg.DagsterInstance, workspace: Workspace, selectors: Sequence[str]) -> list[str]:
     """Release the failed files that keys, patterns or ranges name, or whatever is quarantined; returns their keys.
 
     Raises:
         UserError: a selector names no failed file.
         StorageError: the bucket cannot be listed.
     """
-    etags = {source.partition: source.etag for source in sync_partitions(instance, recipe).sources}
-    failed = failed_files(instance, etags, recipe.automation.max_attempts)
+    etags = {source.partition: source.etag for source in sync_partitions(instance, workspace).sources}
+    failed = failed_files(instance, etags, workspace.recipe.automation.max_attempts)
     chosen = select_files(failed, selectors, "failed file") if selectors else [f for f in failed if f.quarantined]
     for file in chosen:
         release(instance, file.partition)

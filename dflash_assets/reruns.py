@@ -2,7 +2,7 @@
 
 The night's stages follow each other by what has become of the runs before them, whatever that is: a bad file leaves the
 night with one file less, and the gate decides whether that is enough. (Automation conditions were the alternative: they
-have no cap on tries, and a condition that waits for all partitions waits for ever where one stays bad.)
+have no cap on tries, and a condition that waits for all partitions waits forever where one stays bad.)
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,11 @@ from dflash_assets.quarantine import FailedFile, failed_files, note_try, report_
 from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
 from dflash_core.errors import UserError
-from dflash_core.quality.drift import without_shard
-from dflash_core.quality.training_set import load_training_set
-from dflash_core.recipe import Automation, Recipe
-from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.recipe import AutomationSettings
+from dflash_core.shards.state import invalid_shards
+from dflash_core.tokenization.tokenizer import fingerprint
+from dflash_core.training_set.freeze import load_training_set
+from dflash_core.workspace import Workspace
 
 NIGHT = "dflash/night"
 RERUNS_PER_TICK = 50
@@ -39,7 +40,7 @@ drafter_job = dg.define_asset_job(
 )
 
 
-def schedules(automation: Automation) -> list[dg.ScheduleDefinition]:
+def schedules(automation: AutomationSettings) -> list[dg.ScheduleDefinition]:
     """Both, at the times that the recipe gives."""
 
     @dg.schedule(job=completion_files_job, cron_schedule=automation.rerun_cron, execution_timezone=automation.timezone)
@@ -48,7 +49,7 @@ def schedules(automation: Automation) -> list[dg.ScheduleDefinition]:
     ) -> list[dg.RunRequest] | dg.SkipReason:
         """Failed files again, at most `automation.max_attempts` tries of one version; then they are quarantined."""
         try:
-            return _reruns(context.instance, recipe.load()) or dg.SkipReason("no failed file is due")
+            return _reruns(context.instance, recipe.open()) or dg.SkipReason("no failed file is due")
         except (UserError, dg.Failure) as error:
             return dg.SkipReason(str(error))
 
@@ -61,7 +62,7 @@ def schedules(automation: Automation) -> list[dg.ScheduleDefinition]:
         """Every file without a valid shard; `nightly_stages` then goes on to training set, drafter and export."""
         night = context.scheduled_execution_time.strftime("%Y-%m-%dT%H:%M")
         try:
-            return _nightly(context.instance, recipe.load(), night)
+            return _nightly(context.instance, recipe.open(), night)
         except (UserError, dg.Failure) as error:
             return dg.SkipReason(str(error))
 
@@ -87,7 +88,7 @@ def nightly_stages(context: dg.SensorEvaluationContext, recipe: RecipeResource) 
             return dg.SkipReason(f"night {night}: {job} failed")
         if job == training_set_job.name:
             try:
-                verdict = load_training_set(recipe.load()).verdict
+                verdict = load_training_set(recipe.open().derived).verdict
             except (UserError, dg.Failure) as error:
                 return dg.SkipReason(f"night {night}: {error}")
             if not verdict.passed:
@@ -95,13 +96,13 @@ def nightly_stages(context: dg.SensorEvaluationContext, recipe: RecipeResource) 
     return dg.SkipReason(f"night {night} is done")
 
 
-def _reruns(instance: dg.DagsterInstance, recipe: Recipe) -> list[dg.RunRequest]:
-    etags = {source.partition: source.etag for source in sync_partitions(instance, recipe).sources}
-    failed = failed_files(instance, etags, recipe.automation.max_attempts)
+def _reruns(instance: dg.DagsterInstance, workspace: Workspace) -> list[dg.RunRequest]:
+    etags = {source.partition: source.etag for source in sync_partitions(instance, workspace).sources}
+    failed = failed_files(instance, etags, workspace.recipe.automation.max_attempts)
     report_quarantine(instance, failed)
     due = _first_tries(failed)
     if due:
-        fingerprint(recipe)  # where recipe and target are of no use, no file is asked for
+        fingerprint(workspace.recipe)  # where recipe and target are of no use, no file is asked for
     ranges = ranges_of(instance, due)[:RERUNS_PER_TICK]
     for partition in (key for keys in ranges for key in keys):
         note_try(instance, due[partition], etags[partition])
@@ -113,17 +114,18 @@ def _first_tries(failed: Sequence[FailedFile]) -> dict[str, FailedFile]:
     return {file.partition: file for file in [file for file in failed if not file.quarantined][:TRIES_PER_TICK]}
 
 
-def _nightly(instance: dg.DagsterInstance, recipe: Recipe, night: str) -> list[dg.RunRequest]:
+def _nightly(instance: dg.DagsterInstance, workspace: Workspace, night: str) -> list[dg.RunRequest]:
     """The night's file runs; where nothing is due one file that is skipped in milliseconds begins the night."""
-    sources = sync_partitions(instance, recipe).sources
+    sources = sync_partitions(instance, workspace).sources
     if not sources:
         raise UserError("there is no file of completions yet")
     etags = {source.partition: source.etag for source in sources}
-    failed = failed_files(instance, etags, recipe.automation.max_attempts)
+    failed = failed_files(instance, etags, workspace.recipe.automation.max_attempts)
     again, held = _first_tries(failed), {file.partition for file in failed}
+    recipe = workspace.recipe
     due = [
         partition
-        for partition in without_shard(recipe, fingerprint(recipe), sources)
+        for partition in invalid_shards(workspace.derived, fingerprint(recipe), sources, recipe.storage.downloads)
         if partition not in held or partition in again
     ]
     ranges = ranges_of(instance, due or [sources[0].partition])[:RUNS_PER_NIGHT]

@@ -1,4 +1,4 @@
-"""What assets are given: the recipe of this code location, and the access to S3 that it is used with."""
+"""What assets are given: the recipe of this code location, opened with the access to S3 that the code location has."""
 
 import os
 from pathlib import Path
@@ -7,27 +7,25 @@ import dagster as dg
 from dagster_aws.s3 import S3Resource
 
 from dflash_core.errors import UserError
-from dflash_core.recipe import Recipe, load_recipe
+from dflash_core.recipe import load_recipe
+from dflash_core.storage.s3 import Access
+from dflash_core.workspace import Workspace, connect
 
 
 class RecipeResource(dg.ConfigurableResource):  # type: ignore[type-arg]
-    """One recipe file, validated when an asset asks for it."""
+    """One recipe file, validated and opened when an asset asks for it."""
 
     path: str
     s3: S3Resource
 
-    def load(self) -> Recipe:
-        """The recipe; from then on the AWS variables of this process say what `s3` says.
-
-        Core opens its stores itself, with pools and time-outs, in this process, in its workers and in the trainer; the
-        standard variables are the one way that reaches all of them. What the recipe names itself has precedence.
+    def open(self) -> Workspace:
+        """The recipe and its stores, reached as `s3` says; what the recipe says itself has precedence.
 
         Raises:
-            dg.Failure: it cannot be used; the sentence says why.
+            dg.Failure: they cannot be used; the sentence says why.
         """
-        os.environ.update(_variables(self.s3))
         try:
-            return load_recipe(Path(self.path))
+            return connect(load_recipe(Path(self.path)), _access(self.s3))
         except UserError as error:
             raise dg.Failure(str(error), allow_retries=False) from None
 
@@ -41,14 +39,12 @@ def s3_of_environment() -> S3Resource:
     )
 
 
-def _variables(s3: S3Resource) -> dict[str, str]:
-    named = {
-        "AWS_ENDPOINT_URL_S3": s3.endpoint_url,
-        "AWS_REGION": s3.region_name,
-        "AWS_DEFAULT_REGION": s3.region_name,
-        "AWS_PROFILE": s3.profile_name,
-        "AWS_ACCESS_KEY_ID": s3.aws_access_key_id,
-        "AWS_SECRET_ACCESS_KEY": s3.aws_secret_access_key,
-        "AWS_SESSION_TOKEN": s3.aws_session_token,
-    }
-    return {name: value for name, value in named.items() if value is not None}
+def _access(s3: S3Resource) -> Access:
+    return Access(
+        endpoint_url=s3.endpoint_url,
+        region=s3.region_name,
+        profile=s3.profile_name,
+        access_key=s3.aws_access_key_id,
+        secret_key=s3.aws_secret_access_key,
+        session_token=s3.aws_session_token,
+    )

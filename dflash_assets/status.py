@@ -3,28 +3,29 @@
 Asks the instance, not the webserver, so it works while the UI runs and while it does not.
 """
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from textwrap import shorten
 
 import dagster as dg
+import polars as pl
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from dflash_assets.checks import stale_shards
+from dflash_assets.checks import stale_reason, stale_shards
 from dflash_assets.completion_files import FILE_ASSETS, raw_completions
 from dflash_assets.partitions import sync_partitions
 from dflash_assets.quarantine import FailedFile, failed_files, statuses
 from dflash_core.errors import UserError
-from dflash_core.quality.drift import OLDER
-from dflash_core.recipe import Recipe
+from dflash_core.shards.state import ShardProblem
+from dflash_core.workspace import Workspace
 
 STATES = ("materialized", "stale", "failed", "in progress", "missing")
 RUNS, SHOWN = 8, 10
 REASON = 70
-"""Characters; the whole reasons stand beside the failed files and in the UI."""
+"""Characters; the whole reasons are with the failed files and in the UI."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class RunSummary:
 class Status:
     """How things stand."""
 
-    partitions: dict[str, Counter[str]]
-    """Asset -> state -> partitions. Stale: green in the UI, but the file or the recipe is not what it was."""
+    partitions: pl.DataFrame
+    """asset, partition, state. Stale: green in the UI, but the shard, the file or the recipe is not what it was."""
     failed: list[FailedFile]
     stale: dict[str, str]
     """Partition -> why."""
@@ -56,27 +57,24 @@ class Status:
     runs: list[RunSummary]
 
 
-def read_status(instance: dg.DagsterInstance, recipe: Recipe) -> Status:
+def read_status(instance: dg.DagsterInstance, workspace: Workspace) -> Status:
     """How things stand in an instance.
 
     Raises:
         StorageError: the bucket cannot be listed.
     """
-    synced = sync_partitions(instance, recipe)
+    synced = sync_partitions(instance, workspace)
     etags = {source.partition: source.etag for source in synced.sources}
-    unknown, stale = "", dict[str, str]()
+    unknown, stale = "", {}
     try:
-        stale = stale_shards(instance, recipe, synced.sources)
+        stale = stale_shards(instance, workspace, synced.sources)
     except UserError as error:
         unknown = str(error)
-    older = {partition for partition, why in stale.items() if why == OLDER}
+    older = [partition for partition, state in stale.items() if state.problem == ShardProblem.OLDER]
     return Status(
-        partitions={
-            asset: _counted(states, older if asset == raw_completions.key.to_user_string() else set(stale))
-            for asset, states in statuses(instance).items()
-        },
-        failed=failed_files(instance, etags, recipe.automation.max_attempts),
-        stale=stale,
+        partitions=_partitions(instance, list(stale), older),
+        failed=failed_files(instance, etags, workspace.recipe.automation.max_attempts),
+        stale={partition: stale_reason(state) for partition, state in stale.items()},
         unknown=unknown,
         vanished=synced.vanished,
         runs=[_summary(instance, record) for record in instance.get_run_records(limit=RUNS)],
@@ -86,8 +84,11 @@ def read_status(instance: dg.DagsterInstance, recipe: Recipe) -> Status:
 def render(status: Status) -> RenderableType:
     """For a terminal."""
     partitions = Table("asset", *STATES, title="partitions", title_justify="left")
-    for asset, counts in status.partitions.items():
-        partitions.add_row(asset, *(f"{counts[state]:,}" for state in STATES))
+    counted = status.partitions.group_by("asset", maintain_order=True).agg(
+        (pl.col("state") == state).sum().alias(state) for state in STATES
+    )
+    for asset, *counts in counted.iter_rows():
+        partitions.add_row(asset, *(f"{count:,}" for count in counts))
     parts: list[RenderableType] = [partitions]
     if status.failed:
         table = Table("partition", "tries", "", "reason", title="failed", title_justify="left")
@@ -111,9 +112,16 @@ def render(status: Status) -> RenderableType:
     return Group(*parts)
 
 
-def _counted(states: dict[str, str], stale: set[str]) -> Counter[str]:
-    return Counter(
-        "stale" if state == "materialized" and partition in stale else state for partition, state in states.items()
+def _partitions(instance: dg.DagsterInstance, stale: Sequence[str], older: Sequence[str]) -> pl.DataFrame:
+    """See `Status.partitions`. raw_completions are stale only where the file itself is another one now."""
+    shown = [
+        (asset, partition, state) for asset, states in statuses(instance).items() for partition, state in states.items()
+    ]
+    found = pl.DataFrame(shown, schema={"asset": pl.String, "partition": pl.String, "state": pl.String}, orient="row")
+    raw = pl.col("asset") == raw_completions.key.to_user_string()
+    is_stale = pl.when(raw).then(pl.col("partition").is_in(older)).otherwise(pl.col("partition").is_in(stale))
+    return found.with_columns(
+        state=pl.when((pl.col("state") == "materialized") & is_stale).then(pl.lit("stale")).otherwise("state")
     )
 
 

@@ -7,13 +7,12 @@ the lineage. A failing verdict is written too; training refuses it.
 import dagster as dg
 
 from dflash_assets.completion_files import loss_mask_stats, tokenized_shards
-from dflash_assets.metadata import GROUP, bullets, file_uri, picture
+from dflash_assets.metadata import GROUP, bullets, file_uri, lost_rows, picture
 from dflash_assets.resources import RecipeResource
 from dflash_core.errors import UserError
-from dflash_core.quality.training_set import freeze_training_set, picture_key, report_key
 from dflash_core.records import TrainingSet
-from dflash_core.storage.store import open_stores
-from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.storage.layout import TrainingSetKeys
+from dflash_core.training_set.freeze import freeze_training_set
 
 
 class TrainingSetConfig(dg.Config):
@@ -27,7 +26,7 @@ class TrainingSetConfig(dg.Config):
     deps=[tokenized_shards, loss_mask_stats],
     description="The frozen selection of shards that a drafter is trained on, and the gate's verdict on them.",
     group_name=GROUP,
-    kinds={"s3"},
+    kinds={"s3", "polars"},
     tags={"stage": "quality"},
     owners=["team:data"],
     check_specs=[
@@ -39,30 +38,28 @@ def training_set(
     context: dg.AssetExecutionContext, recipe: RecipeResource, config: TrainingSetConfig
 ) -> dg.MaterializeResult:  # type: ignore[type-arg]
     """Freeze the valid shards and judge them."""
-    settings = recipe.load()
+    workspace = recipe.open()
     try:
-        frozen = freeze_training_set(settings, fingerprint(settings), config.partitions)
+        frozen = freeze_training_set(workspace, config.partitions)
     except UserError as error:
         raise dg.Failure(str(error), allow_retries=False) from None
     for reason in frozen.verdict.reasons:
         context.log.warning(f"gate: {reason}")
-    derived = open_stores(settings).derived
+    derived, keys = workspace.derived, TrainingSetKeys(frozen.hash)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(frozen.hash),
         metadata={
-            **file_uri(derived.uri(f"training_set/{frozen.hash}.json")),
+            **file_uri(derived.uri(keys.manifest)),
             "hash": frozen.hash,
             "verdict": "pass" if frozen.verdict.passed else "fail",
             "gate reasons": bullets(frozen.verdict.reasons),
-            "picture": picture(derived.get(picture_key(frozen)).body),
-            "report": derived.uri(report_key(frozen)),
+            "picture": picture(derived.get(keys.picture).body),
+            "report": derived.uri(keys.report),
             "files": len(frozen.shards),
             "files missing": len(frozen.missing),
             "coverage": frozen.coverage,
             "dagster/row_count": frozen.rows_kept,
-            "rows read": frozen.rows_read,
-            "rows rejected": frozen.rows_rejected,
-            "reject reasons": dg.MetadataValue.json(frozen.reject_reasons),
+            **lost_rows(frozen),
             "tokens": frozen.tokens,
             "supervised tokens": frozen.supervised_tokens,
         },

@@ -39,6 +39,12 @@ class GateError(UserError):
     """The training set's gate did not pass and nobody asked to go on anyway."""
 
 
+class ProcessDied(UserError):
+    """A process of ours was killed, crashed or hung; the message says which, and how it ended."""
+
+    exit_code = 1
+
+
 class TrainingStopped(UserError):
     """Training ended before its last step; a checkpoint was saved and the same command continues from it."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from dflash_core.recipe import Storage
-from dflash_core.storage.embedded import Endpoint, embedded_store
-from dflash_core.storage.store import Store, make_client
+from dflash_core.recipe import StorageSettings
+from dflash_core.storage.embedded import embedded_store
+from dflash_core.storage.s3 import Access, Store, make_client
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,9 +42,13 @@ def material(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """A real S3 service on loopback; the AWS variables name it while the session runs."""
-    with embedded_store(tmp_path_factory.mktemp("store")) as running:
+def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
+    """A real S3 service on loopback; the AWS variables name it, and nothing else, while the session runs."""
+    with embedded_store(tmp_path_factory.mktemp("store")) as running, pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            environment.delenv(name)
+        for name, value in running.environment().items():
+            environment.setenv(name, value)
         yield running
 
 
@@ -54,7 +58,7 @@ class Buckets:
     """
 
     def __init__(self) -> None:
-        self._client = make_client(Storage(bucket="any"))
+        self._client = make_client(StorageSettings(bucket="any"))
         self._idle: list[str] = []
 
     @contextmanager
@@ -75,7 +79,7 @@ class Buckets:
 
 
 @pytest.fixture(scope="session")
-def buckets(endpoint: Endpoint) -> Buckets:
+def buckets(access: Access) -> Buckets:
     """Where tests get their buckets from."""
     return Buckets()
 
@@ -97,4 +101,4 @@ def module_bucket(buckets: Buckets) -> Iterator[str]:
 @pytest.fixture
 def s3(bucket: str) -> Store:
     """A store on an empty bucket, with a prefix."""
-    return Store(make_client(Storage(bucket=bucket)), bucket, "derived/")
+    return Store(make_client(StorageSettings(bucket=bucket)), bucket, "derived/")

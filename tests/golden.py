@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dflash_core.drafter.attention import Blocks
 from dflash_core.drafter.folder import load_drafter
 from dflash_core.drafter.model import embed_blocks
 from dflash_core.drafter.objective import SlotWeights, block_loss, slot_targets
-from dflash_core.drafter.visibility import Blocks
 
 HIDDEN_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """On the largest absolute difference."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg2
 import pytest
 
-from dflash_core.supervised import free_ports, last_words, supervised
+from dflash_core.processes import free_ports, last_words, running_server
 
 START_TIMEOUT_S = 60.0
 USER = "dflash"
@@ -40,7 +40,7 @@ def postgres() -> Iterator[dict[str, str]]:
         subprocess.run([*prefix, *initdb, f"--pwfile={password}"], check=True, stdout=subprocess.DEVNULL)
         server = [f"{binaries}/postgres", "-D", f"{folder}/data", "-h", "127.0.0.1", "-p", variables["PGPORT"]]
         log = folder / "log"
-        with supervised([*prefix, *server, "-k", str(folder), "-c", "fsync=off"], "INT", 10.0, log) as process:
+        with running_server([*prefix, *server, "-k", str(folder), "-c", "fsync=off"], "INT", 10.0, log) as process:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not _answers(variables):
                 if process.poll() is not None or time.monotonic() > deadline:

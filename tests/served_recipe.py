@@ -4,7 +4,7 @@ from pathlib import Path
 
 from demo.files import prompts_of_bad_file
 from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.storage.store import open_stores
+from dflash_core.workspace import Workspace
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TARGET = REPOSITORY / "demo/target"
@@ -27,8 +27,7 @@ def served_recipe(url: str, model: str, bucket: str, work_dir: Path) -> Recipe:
     )
 
 
-def put_prompts(recipe: Recipe, count: int) -> None:
+def put_prompts(workspace: Workspace, count: int) -> None:
     """The first prompts of the demo's bad file."""
-    prompts = open_stores(recipe).prompts
-    assert prompts is not None
-    prompts.put("part-03.jsonl", b"".join(prompts_of_bad_file().splitlines(keepends=True)[:count]))
+    assert workspace.prompts is not None
+    workspace.prompts.put("part-03.jsonl", b"".join(prompts_of_bad_file().splitlines(keepends=True)[:count]))

@@ -16,9 +16,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from dflash_core.batches.cache import RowStore
-from dflash_core.batches.order import Rows, epoch_order, epoch_steps, micro_batch
-from dflash_core.batches.split import is_held_out
+from dflash_core.batches.order import Rows, epoch_order, epoch_steps, is_held_out, micro_batch
+from dflash_core.batches.rows import RowStore
 
 Item = TypeVar("Item")
 
@@ -44,21 +43,21 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Split:
+class RowSplit:
     """Row indices of training and of validation: disjoint and together complete."""
 
     training: Rows
     held_out: Rows
 
 
-def split_rows(rows: RowStore, seed: int, held_out_share: float) -> Split:
+def split_rows(rows: RowStore, seed: int, held_out_share: float) -> RowSplit:
     """Divide the rows by seed and conversation."""
     held_out = np.fromiter((is_held_out(seed, c, held_out_share) for c in rows.conversations), np.bool_, len(rows))
-    return Split(np.flatnonzero(~held_out), np.flatnonzero(held_out))
+    return RowSplit(np.flatnonzero(~held_out), np.flatnonzero(held_out))
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """How the rows of an optimizer step are shared out."""
 
     batch_rows: int
@@ -75,7 +74,7 @@ class Shape:
 class Loader:
     """Micro-batches of one rank over some rows of a row store."""
 
-    def __init__(self, rows: RowStore, subset: Rows, seed: int, shape: Shape) -> None:
+    def __init__(self, rows: RowStore, subset: Rows, seed: int, shape: StepShape) -> None:
         self.rows = rows
         self.subset = subset
         self.seed = seed
@@ -109,7 +108,7 @@ class Loader:
         return self._order[1]
 
 
-def held_out_batches(rows: RowStore, held_out: Rows, shape: Shape) -> list[Batch]:
+def held_out_batches(rows: RowStore, held_out: Rows, shape: StepShape) -> list[Batch]:
     """The rank's share of the held-out rows, sorted by length; always epoch 0, so that every validation is the same."""
     ordered = held_out[np.argsort(rows.lengths[held_out], kind="stable")]
     count = -(-len(ordered) // shape.batch_rows)
@@ -118,14 +117,14 @@ def held_out_batches(rows: RowStore, held_out: Rows, shape: Shape) -> list[Batch
 
 
 def collate(rows: RowStore, indices: Rows, step: int, epoch: int, last: bool) -> Batch:
-    """Pad the rows on the right. Ids and loss mask come from one row object, so their lengths cannot differ."""
+    """Pad the rows on the right."""
     picked = [rows.row(int(i)) for i in indices]
-    width = max((len(row.ids) for row in picked), default=0)
+    width = max((len(tokens) for tokens, _ in picked), default=0)
     ids = np.zeros((len(picked), width), dtype=np.int64)
     loss_mask = np.zeros((len(picked), width), dtype=np.bool_)
-    for line, row in enumerate(picked):
-        ids[line, : len(row.ids)] = row.ids
-        loss_mask[line, : len(row.ids)] = row.loss_mask
+    for line, (tokens, mask) in enumerate(picked):
+        ids[line, : len(tokens)] = tokens
+        loss_mask[line, : len(tokens)] = mask
     return Batch(
         step=step,
         epoch=epoch,
@@ -133,7 +132,7 @@ def collate(rows: RowStore, indices: Rows, step: int, epoch: int, last: bool) ->
         row_ids=tuple(rows.row_ids[int(i)] for i in indices),
         files=torch.from_numpy(rows.files[indices]),
         ids=torch.from_numpy(ids),
-        lengths=torch.tensor([len(row.ids) for row in picked], dtype=torch.int64),
+        lengths=torch.tensor([len(tokens) for tokens, _ in picked], dtype=torch.int64),
         loss_mask=torch.from_numpy(loss_mask),
     )
 

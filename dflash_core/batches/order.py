@@ -1,4 +1,6 @@
-"""The order of rows in an epoch: a pure function of (seed, epoch, row ids, lengths, rows per step).
+"""Which rows training never sees, and the order of the others in an epoch: pure functions, so nothing is kept.
+
+Held out is decided by (seed, conversation), the order by (seed, epoch, row ids, lengths, rows per step).
 
 The trade-off: rows of a step have similar lengths, so that little of a padded batch is padding, but any row can meet
 only the rows of its window (thousands of rows drawn at random), not of the whole epoch. The rows of a step do not
@@ -6,11 +8,10 @@ depend on how many ranks and micro-batches share them: 1, 2 and N ranks see the 
 """
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
-
-from dflash_core.batches.split import uniform_bits
 
 Rows = npt.NDArray[np.int64]
 
@@ -52,3 +53,22 @@ def epoch_order(
 def micro_batch(step: Rows, index: int, batch_rows: int) -> Rows:
     """Micro-batch `index` of a step; past the end it is empty. Rank r of R takes r, r + R, r + 2R, ..."""
     return step[index * batch_rows : (index + 1) * batch_rows]
+
+
+def is_held_out(seed: int, conversation: str, share: float) -> bool:
+    """Whether its rows belong to the held-out `share`: stable under any other change to the data.
+
+    A conversation is held out whole: a later turn has the earlier ones, answers included, in its prompt.
+    """
+    return uniform("held out", seed, conversation) < share
+
+
+def uniform(*parts: str | int) -> float:
+    """A number in [0, 1) that depends on `parts` and nothing else (blake2b of their length-prefixed text)."""
+    return uniform_bits(*parts) / 2**64
+
+
+def uniform_bits(*parts: str | int) -> int:
+    """The 64 bits behind `uniform`."""
+    text = "".join(f"{len(part)}:{part}" for part in map(str, parts))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

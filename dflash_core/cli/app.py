@@ -1,30 +1,33 @@
-"""What every command shares: the options, the recipe, the bar, how a refusal is told."""
+"""What every command shares: the options, the workspace, how a refusal is told."""
 
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
 
 from dflash_core.errors import UserError
-from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.records import CommandFailure, Record
+from dflash_core.records import Record
+
+if TYPE_CHECKING:
+    from dflash_core.workspace import Workspace
 
 HELP = """`dflash`: every asset's twin at the terminal. The same core call, a progress bar, no Dagster.
 
     generate -> verify -> tokenize -> freeze -> train -> evaluate -> export
-    (and inspect: any row, its mask in colour; serve-check: the same acceptance from a server; diagnose: why it is low)
+    (and rows: which rows are like this; inspect: any row, its mask in colour; serve-check: the same acceptance from a
+    server; diagnose: why it is low)
 
 Results go to standard output, progress and refusals to standard error; a refusal is one sentence and exit code 2.
 Heavy imports happen inside the commands, so that `--help` and the data commands never wait for torch.
 """
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=HELP)
+output = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 RecipeOption = Annotated[Path, typer.Option("--recipe", envvar="DFLASH_RECIPE", help="the recipe, a TOML file")]
@@ -32,41 +35,38 @@ DrafterArgument = Annotated[str | None, typer.Argument(metavar="[DRAFTER]", help
 ResultOption = Annotated[Path | None, typer.Option("--result", help="write the result, or the refusal, here as JSON")]
 at_exit = ExitStack()
 DEFAULT_RECIPE = Path("recipes/demo.toml")
+ANY_WIDTH = 100_000
 
 
-def open_recipe(path: Path) -> Recipe:
-    """The recipe, and until this command ends the embedded store if the recipe asks for it."""
-    from dflash_core.storage.embedded import store_of
+def open_recipe(path: Path) -> "Workspace":
+    """The recipe and its stores, and until this command ends the embedded store if the recipe asks for it."""
+    from dflash_core.workspace import open_workspace
 
-    recipe = load_recipe(path)
-    at_exit.enter_context(store_of(recipe))
-    return recipe
+    return at_exit.enter_context(open_workspace(path))
 
 
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar with ETA on standard error, moved by (done, total)."""
-    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def show(what: RenderableType) -> None:
+    """Print a tree or a table: within the width of the terminal, or as wide as it is where there is no terminal."""
+    width = None if output.is_terminal else ANY_WIDTH
+    Console(highlight=False, width=width).print(what)
 
 
 @contextmanager
 def answering(result: Path | None) -> Iterator[Callable[[Record], None]]:
     """Gives a function that writes the result for a caller that is a program; a refusal is written, too."""
-    from dflash_core.training.agent import die_with_parent
+    import json
+
+    from dflash_core.local_files import write_whole
 
     def answer(record: Record) -> None:
         if result is not None:
-            result.write_text(record.model_dump_json())
+            write_whole(result, record.model_dump_json())
 
-    if result is not None:
-        die_with_parent()  # a killed run must not leave its evaluation on the GPU
     try:
         yield answer
     except UserError as error:
-        answer(CommandFailure(error=str(error)))
+        if result is not None:
+            write_whole(result, json.dumps({"error": str(error)}))
         raise
 
 

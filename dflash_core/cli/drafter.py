@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from dflash_core.cli.app import (
     DEFAULT_RECIPE,
@@ -17,9 +15,8 @@ from dflash_core.cli.app import (
     app,
     errors,
     open_recipe,
-    progress,
+    show,
 )
-from dflash_core.records import ServeCheck
 
 LINEAGE_FILES = 20
 
@@ -34,14 +31,24 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="write a trace of a few steps")] = False,
 ) -> None:
     """drafter_checkpoint: train, or continue, the drafter of a training set."""
-    from dflash_core.train import main as launch
+    from dflash_core.cli.bars import training_steps
+    from dflash_core.training.job import Job, StopRequest, stop_on_signals
 
-    open_recipe(recipe)
-    arguments = ["--recipe", str(recipe)]
-    arguments += ["--training-set", training_set] if training_set else []
-    arguments += ["--accept-failed-gate"] if accept_failed_gate else []
-    arguments += ["--profile"] if profile else []
-    raise typer.Exit(launch(arguments))
+    workspace = open_recipe(recipe)
+    job, stop = Job(training_set, accept_failed_gate, profile), StopRequest()
+    with stop_on_signals(stop), training_steps() as on_step:
+        if len(workspace.recipe.training.placement.drafters) > 1:
+            from dflash_core.training.ranks import train_in_ranks
+
+            checkpoint = train_in_ranks(workspace, job, on_step, stop)
+        else:
+            from dflash_core.training.train import train as train_here
+
+            checkpoint = train_here(workspace, job, on_step, stop)
+    print(
+        f"{checkpoint.run}: {checkpoint.steps:,} steps, held-out accepted prefix "
+        f"{checkpoint.held_out_accepted_prefix:.2f}, {workspace.derived.uri(checkpoint.weights.key)}"
+    )
 
 
 @app.command()
@@ -49,18 +56,17 @@ def evaluate(
     drafter: DrafterArgument = None, recipe: RecipeOption = DEFAULT_RECIPE, result: ResultOption = None
 ) -> None:
     """drafter_eval: acceptance length by draft-and-verify decoding on held-out prompts."""
+    from dflash_core.cli.bars import progress
+    from dflash_core.cli.terminal import acceptance
+
     with answering(result) as answer:
         from dflash_core.evaluation.evaluate import evaluate_drafter
 
-        settings = open_recipe(recipe)
-        with progress("evaluate", settings.evaluation.prompts) as advance:
-            report = evaluate_drafter(settings, drafter, advance)
+        workspace = open_recipe(recipe)
+        with progress("evaluate", workspace.recipe.evaluation.prompts) as advance:
+            report = evaluate_drafter(workspace, drafter, advance)
         answer(report)
-    from dflash_core.evaluation.markdown import to_terminal
-    from dflash_core.storage.store import open_stores
-
-    picture = open_stores(settings).derived.uri(report.picture.key)
-    Console(highlight=False, soft_wrap=True).print(to_terminal(report, picture))
+    show(acceptance(report, workspace.derived.uri(report.picture.key)))
 
 
 @app.command()
@@ -76,15 +82,16 @@ def diagnose(
 
     A folder that exists, or anything with a slash, is a drafter folder as it is served; any other word is a run.
     """
-    from dflash_core.evaluation.diagnose.diagnose import diagnose as diagnose_drafter
-    from dflash_core.evaluation.diagnose.table import to_terminal
+    from dflash_core.cli.bars import progress
+    from dflash_core.cli.terminal import diagnosis
+    from dflash_core.diagnose.diagnose import diagnose as diagnose_drafter
 
     folder = Path(drafter) if drafter is not None and ("/" in drafter or Path(drafter).is_dir()) else None
     with progress("diagnose", 5) as advance:
         found = diagnose_drafter(open_recipe(recipe), drafter if folder is None else None, folder, advance)
     if json is not None:
         json.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf8")
-    Console(highlight=False).print(to_terminal(found))
+    show(diagnosis(found))
 
 
 @app.command()
@@ -96,10 +103,10 @@ def export(
 ) -> None:
     """drafter_export: the folder that serving engines load."""
     with answering(result) as answer:
-        from dflash_core.drafter.export import export_drafter, verify_export
+        from dflash_core.export.export import export_drafter, verify_export
 
-        settings = open_recipe(recipe)
-        exported = verify_export(settings, drafter) if verify else export_drafter(settings, drafter)
+        workspace = open_recipe(recipe)
+        exported = verify_export(workspace, drafter) if verify else export_drafter(workspace, drafter)
         answer(exported)
     print(f"{exported.run}: {'whole: ' if verify else ''}{', '.join(f.key for f in exported.files)}")
 
@@ -115,33 +122,23 @@ def serve_check_command(
     prompts: Annotated[int, typer.Option(min=1, help="held-out prompts")] = 16,
     result: ResultOption = None,
 ) -> None:
-    """What a server accepts of an exported drafter, beside what our own decoder accepts on the same prompts."""
-    with answering(result) as answer:
-        from dflash_core.evaluation.serve_check import Question, serve_check
+    """What a server accepts of an exported drafter, next to what our own decoder accepts on the same prompts."""
+    from dflash_core.cli import terminal
+    from dflash_core.cli.bars import progress
 
-        settings = open_recipe(recipe)
+    with answering(result) as answer:
+        from dflash_core.serving.serve_check import Question, serve_check
+
+        workspace = open_recipe(recipe)
         question = Question(url, plain_url, model, vllm_python, prompts)
         with progress("serve-check", 2 * prompts) as advance:
-            check = serve_check(settings, drafter, question, advance)
+            check = serve_check(workspace, drafter, question, advance)
         answer(check)
-    _print_check(check)
-    raise typer.Exit(0 if check.agrees and not check.differences else 1)
-
-
-def _print_check(check: ServeCheck) -> None:
-    from dflash_core.evaluation.acceptance import accepted_by_position
-
-    sides = (("served", check.served_histogram), ("decoded", check.decoded_histogram))
-    table = Table("", *(str(k) for k in range(1, check.block_size)), "acceptance length", "drafts", box=None)
-    for (name, histogram), length in zip(
-        sides, (check.served_acceptance_length, check.decoded_acceptance_length), strict=True
-    ):
-        shares = (f"{share:.3f}" for share in accepted_by_position(histogram))
-        table.add_row(name, *shares, f"{length:.3f}", str(sum(histogram)))
-    Console(highlight=False).print(table)
+    show(terminal.serve_check(check))
     for difference in check.differences:
         errors.print(difference)
     print(f"{check.run} on {check.url}, {check.prompts} prompts: {check.verdict}")
+    raise typer.Exit(0 if check.agrees and not check.differences else 1)
 
 
 @app.command()
@@ -154,7 +151,21 @@ def lineage(
     recipe: RecipeOption = DEFAULT_RECIPE,
 ) -> None:
     """Where a drafter comes from, down to its files; with --file to that one's lines, or which drafters it is in."""
-    from dflash_core.lineage import lineage_report
+    from dflash_core.cli.terminal import drafters_table, lineage_tree
+    from dflash_core.lineage import drafters_of, trace_drafter, trace_rows
+    from dflash_core.storage.partitions import named_partition
 
-    shown = sys.maxsize if every else LINEAGE_FILES
-    Console(highlight=False, soft_wrap=True).print(lineage_report(open_recipe(recipe), drafter, file, shown))
+    workspace = open_recipe(recipe)
+    derived = workspace.derived
+    if file is None:
+        traced = trace_drafter(workspace, drafter)
+        show(lineage_tree(traced, derived, traced.files.head(sys.maxsize if every else LINEAGE_FILES)))
+        return
+    partition = named_partition(file)
+    if drafter is None:
+        show(drafters_table(partition, drafters_of(workspace, partition)))
+        return
+    traced = trace_drafter(workspace, drafter)
+    rows = trace_rows(workspace, traced, partition)
+    (of_file,) = traced.files.filter(partition=partition).iter_slices(1)
+    show(lineage_tree(traced, derived, of_file, rows))

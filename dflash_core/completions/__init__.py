@@ -1,1 +1,1 @@
-"""Completions: one source object -> normalized rows, every line accounted for; and generation through a server."""
+"""One source object -> completions or rejects: every line is accounted for."""

@@ -1,4 +1,4 @@
-"""One JSON object in any accepted form -> one `Completion`. Roles and meanings are never guessed: unclear is refused.
+"""One JSON object in any accepted form -> its `Completion`s. Roles and meanings are never guessed: unclear is rejected.
 
 Accepted: `messages` or `conversations` (role/content, or from/value), or `prompt` with `completion` or `response`;
 reasoning as `reasoning_content`, `reasoning` or inline think tags; tools and tool calls as lists, JSON or Python text;
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import orjson
 
+from dflash_core.completions.completion import Completion, FinishReason, Json, Message, Rejected, Role, Spelling
 from dflash_core.completions.parsing import count_keys, without_repeats
-from dflash_core.completions.record import Completion, FinishReason, Json, Message, Refused, Role, Spelling
 
 ROLES: dict[str, Role] = {r: r for r in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES: dict[str, Role] = {**ROLES, "human": "user", "gpt": "assistant", "observation": "tool"}
@@ -30,37 +30,42 @@ FINISH_REASONS: dict[str, FinishReason] = {
     "function_call": "tool_calls",
 }
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-REASONING_KEYS = ("reasoning_content", "reasoning")
+REASONING_KEYS: tuple[Spelling, ...] = ("reasoning_content", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_LITERAL_CHARS = 1 << 20
 
 
-def normalize(row: dict[str, Json], line: int) -> Completion:
-    """The completion that a parsed line holds.
+def normalize(row: dict[str, Json], line: int) -> list[Completion]:
+    """The completions that a parsed line holds, one for each answer to something asked before it; at least one.
 
     Raises:
-        Refused: with the reason.
+        Rejected: with the reason.
     """
-    finish_reason = _finish_reason(row.get("finish_reason"))
-    messages = _messages(row, finish_reason)
-    turns = _turns(messages)
-    prompt_ids, completion_ids = _engine_ids(row)
-    return Completion(
-        row_id=row_id_of(row),
-        line=line,
-        messages=messages,
-        turns=turns,
-        tools=tools_of(row.get("tools")),
-        finish_reason=finish_reason,
-        prompt_token_ids=prompt_ids,
-        completion_token_ids=completion_ids,
-    )
-
-
-def _messages(row: dict[str, Json], finish_reason: FinishReason | None) -> tuple[Message, ...]:
+    recorded = row.get("finish_reason")
+    finish_reason = FINISH_REASONS.get(recorded) if type(recorded) is str else None
+    if finish_reason is None and recorded not in (None, ""):
+        raise Rejected("unusable finish_reason", repr(recorded)[:60])
     given = _raw_messages(row)
     last = len(given) - 1
-    return tuple(message_of(m, i, finish_reason if i == last else "stop") for i, m in enumerate(given))
+    messages = tuple(message_of(m, i, finish_reason if i == last else "stop") for i, m in enumerate(given))
+    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    turns = _turns(messages)
+    row_id, tools = row_id_of(row), tools_of(row.get("tools"))
+    prompt_ids, completion_ids = _engine_ids(row)
+    found = [
+        Completion(
+            row_id=row_id if len(answers) == 1 else f"{row_id}#{answers.index(turn)}",
+            line=line,
+            messages=messages[: turn + 1],
+            tools=tools,
+            finish_reason="stop",
+        )
+        for turn in turns
+    ]
+    found[-1] = found[-1]._replace(
+        finish_reason=finish_reason, prompt_token_ids=prompt_ids, completion_token_ids=completion_ids
+    )
+    return found
 
 
 def _raw_messages(row: dict[str, Json]) -> list[Json]:
@@ -69,16 +74,16 @@ def _raw_messages(row: dict[str, Json]) -> list[Json]:
     prompt = row.get("prompt")
     answers = [row[key] for key in ("completion", "response") if row.get(key) is not None]
     if len(named) == 2 or len(answers) == 2:
-        raise Refused("ambiguous form", "two fields hold the conversation or the answer")
+        raise Rejected("ambiguous form", "two fields hold the conversation or the answer")
     if not named and not (prompt is not None and ("completion" in row or "response" in row)):
-        raise Refused("no completion", "neither messages, conversations nor prompt with completion or response")
+        raise Rejected("no completion", "neither messages, conversations nor prompt with completion or response")
     messages = named[0] if named else prompt
     if type(messages) is str and not named:
         messages = [{"role": "user", "content": messages}]
     conversation = conversation_of(messages, row)
     if answers or not named:
         if _role(conversation[-1]) == "assistant":
-            raise Refused("ambiguous form", "the conversation ends with an answer, and another field holds one, too")
+            raise Rejected("ambiguous form", "the conversation ends with an answer, and another field holds one, too")
         return [*conversation, *_answer(row, answers[0] if answers else "")]
     return conversation
 
@@ -87,16 +92,16 @@ def conversation_of(messages: Json, row: dict[str, Json]) -> list[Json]:
     """A row's messages, led by its separate field `system` where it has one.
 
     Raises:
-        Refused: they are no list, or an empty one, or it is not clear what their system message is.
+        Rejected: they are not a list, or an empty one, or it is not clear what their system message is.
     """
     if type(messages) is not list:
-        raise Refused("malformed messages", "the conversation is no list")
+        raise Rejected("malformed messages", "the conversation is not a list")
     if not messages:
-        raise Refused("empty conversation")
+        raise Rejected("empty conversation")
     if row.get("system") in (None, ""):
         return messages
     if _role(messages[0]) == "system":
-        raise Refused("ambiguous form", "a field `system` and a system message")
+        raise Rejected("ambiguous form", "a field `system` and a system message")
     return [{"role": "system", "content": row["system"]}, *messages]
 
 
@@ -108,24 +113,27 @@ def _answer(row: dict[str, Json], answer: Json) -> list[Json]:
         return [answer]
     if type(answer) is list and len(answer) == 1:
         return answer
-    raise Refused("malformed messages", "the answer is neither text nor one message")
+    raise Rejected("malformed messages", "the answer is neither text nor one message")
 
 
 def message_of(raw: Json, index: int, finish_reason: FinishReason | None) -> Message:
-    """One message of a conversation; `finish_reason` is its own, and matters for an answer only. Raises Refused."""
+    """One message of a conversation; `finish_reason` is its own, and matters for an answer only. Raises Rejected."""
     if type(raw) is not dict:
-        raise Refused("malformed messages", f"message {index} is no object")
+        raise Rejected("malformed messages", f"message {index} is not an object")
     role, content = _role(raw), raw.get("content" if "role" in raw else "value")
     if role is None:
-        raise Refused("unknown role", f"message {index}: {raw.get('role', raw.get('from'))!r}")
+        raise Rejected("unknown role", f"message {index}: {raw.get('role', raw.get('from'))!r}")
     text = _text(content, index, optional=role == "assistant")
-    extra = _extra(raw) if "name" in raw or "tool_call_id" in raw else ()
+    extra: tuple[tuple[str, str], ...] = ()
+    if "name" in raw or "tool_call_id" in raw:
+        extra = tuple((key, raw[key]) for key in ("name", "tool_call_id") if type(raw.get(key)) is str)
     if role != "assistant":
         return Message(role, text, extra=extra)
     reasoning, text = split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
-    return Message(
-        role, text, reasoning, _recorded_calls(raw, index), extra, _spelling(raw) if reasoning is not None else None
-    )
+    spelling: Spelling | None = None
+    if reasoning is not None:
+        spelling = next((key for key in REASONING_KEYS if raw.get(key)), "inline")
+    return Message(role, text, reasoning, _recorded_calls(raw, index), extra, spelling)
 
 
 def _role(raw: Json) -> Role | None:
@@ -140,18 +148,8 @@ def _recorded_calls(raw: dict[str, Json], index: int) -> tuple[dict[str, Json], 
     """Calls in their field, or the one call in the field of older servers."""
     given = [raw[key] for key in ("tool_calls", "function_call") if raw.get(key) not in (None, "", [])]
     if len(given) == 2:
-        raise Refused("ambiguous form", f"message {index} has tool_calls and a function_call")
+        raise Rejected("ambiguous form", f"message {index} has tool_calls and a function_call")
     return tool_calls_of(given[0]) if given else ()
-
-
-def _spelling(raw: dict[str, Json]) -> Spelling:
-    if raw.get("reasoning_content"):
-        return "reasoning_content"
-    return "reasoning" if raw.get("reasoning") else "inline"
-
-
-def _extra(raw: dict[str, Json]) -> tuple[tuple[str, str], ...]:
-    return tuple((key, raw[key]) for key in ("name", "tool_call_id") if type(raw.get(key)) is str)
 
 
 def _text(content: Json, index: int, *, optional: bool) -> str:
@@ -160,33 +158,33 @@ def _text(content: Json, index: int, *, optional: bool) -> str:
     if content is None:
         if optional:
             return ""
-        raise Refused("message without content", f"message {index}")
+        raise Rejected("message without content", f"message {index}")
     if type(content) is list:
         # Engines join several parts in different ways; one text part means the same to all.
         part = content[0] if len(content) == 1 and type(content[0]) is dict else {}
         if part.get("type", "text") in TEXT_PARTS and type(part.get("text")) is str:
             return str(part["text"])
-        raise Refused("unsupported content parts", f"message {index} has {len(content)} parts, not one text")
-    raise Refused("content is not text", f"message {index} holds a {type(content).__name__}")
+        raise Rejected("unsupported content parts", f"message {index} has {len(content)} parts, not one text")
+    raise Rejected("content is not text", f"message {index} holds a {type(content).__name__}")
 
 
 def _recorded_reasoning(raw: dict[str, Json], index: int) -> str | None:
     first, second = raw.get("reasoning_content"), raw.get("reasoning")
     if (first is not None and type(first) is not str) or (second is not None and type(second) is not str):
-        raise Refused("reasoning is not text", f"message {index}")
+        raise Rejected("reasoning is not text", f"message {index}")
     if first and second and first != second:
-        raise Refused("ambiguous form", f"message {index} has two different thoughts")
+        raise Rejected("ambiguous form", f"message {index} has two different thoughts")
     return first or second or None
 
 
 def split_reasoning(recorded: str | None, content: str, finish_reason: FinishReason | None) -> tuple[str | None, str]:
     """Bring the three spellings of a thought to one: (thought, answer). White space at its edges belongs to its tags.
 
-    Raises Refused.
+    Raises Rejected.
     """
     if recorded is not None:
         if content.lstrip().startswith(THINK_OPEN):
-            raise Refused("ambiguous form", "a thought in its own field and another in the content")
+            raise Rejected("ambiguous form", "a thought in its own field and another in the content")
         return recorded.strip("\n") if recorded.strip() else None, content
     if THINK_OPEN not in content and THINK_CLOSE not in content:
         return None, content
@@ -194,7 +192,7 @@ def split_reasoning(recorded: str | None, content: str, finish_reason: FinishRea
     before, closed, after = content.partition(THINK_CLOSE)
     if not closed and opened:
         if finish_reason != "length":
-            raise Refused("unclosed thought", "the answer opens a think block and never closes it")
+            raise Rejected("unclosed thought", "the answer opens a think block and never closes it")
         return before.lstrip()[len(THINK_OPEN) :].strip("\n") or None, ""
     if not opened and (not closed or THINK_OPEN in before):
         return None, content  # tags that are quoted somewhere in the text
@@ -204,12 +202,12 @@ def split_reasoning(recorded: str | None, content: str, finish_reason: FinishRea
 
 
 def tool_calls_of(raw: Json) -> tuple[dict[str, Json], ...]:
-    """The calls of one message, arguments as objects. Raises Refused."""
+    """The calls of one message, arguments as objects. Raises Rejected."""
     calls = _decoded(raw, "malformed tool calls")
     if type(calls) is dict:
         calls = [calls]
     if type(calls) is not list:
-        raise Refused("malformed tool calls", "neither a list nor its text")
+        raise Rejected("malformed tool calls", "neither a list nor its text")
     return tuple(_tool_call(call) for call in calls)
 
 
@@ -217,25 +215,25 @@ def _tool_call(raw: Json) -> dict[str, Json]:
     call = _decoded(raw, "malformed tool calls")
     function = call.get("function", call) if type(call) is dict else None
     if type(function) is not dict or type(function.get("name")) is not str or not function["name"]:
-        raise Refused("malformed tool calls", "a call without the name of its function")
+        raise Rejected("malformed tool calls", "a call without the name of its function")
     arguments = function.get("arguments")
     arguments = {} if arguments in (None, "") else _decoded(arguments, "malformed tool calls")
     if type(arguments) is not dict:
-        raise Refused("malformed tool calls", f"arguments of {function['name']} are no object")
+        raise Rejected("malformed tool calls", f"arguments of {function['name']} are not an object")
     named = {"id": call["id"]} if type(call.get("id")) is str else {}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def tools_of(raw: Json) -> tuple[dict[str, Json], ...]:
-    """Tools given as a list, or as its text. Raises Refused."""
+    """Tools given as a list, or as its text. Raises Rejected."""
     if raw in (None, "", []):
         return ()
     tools = _decoded(raw, "malformed tools")
     if type(tools) is not list:
-        raise Refused("malformed tools", "neither a list nor its text")
+        raise Rejected("malformed tools", "neither a list nor its text")
     decoded = tuple(_decoded(tool, "malformed tools") for tool in tools)
     if not all(type(tool) is dict for tool in decoded):
-        raise Refused("malformed tools", "a tool that is no object")
+        raise Rejected("malformed tools", "a tool that is not an object")
     return decoded
 
 
@@ -244,48 +242,39 @@ def _decoded(value: Json, reason: str) -> Json:
     if type(value) is not str:
         return value
     if len(value) > MAX_LITERAL_CHARS:
-        raise Refused(reason, f"a text of {len(value)} characters")
+        raise Rejected(reason, f"a text of {len(value)} characters")
     try:
         parsed = json.loads(value, object_pairs_hook=without_repeats)
-    except Refused as refused:
-        raise Refused(reason, str(refused)) from None
+    except Rejected as rejected:
+        raise Rejected(reason, str(rejected)) from None
     except (ValueError, RecursionError):
         try:
             parsed = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            raise Refused(reason, f"neither JSON nor Python text: {value[:60]!r}") from None
+            raise Rejected(reason, f"neither JSON nor Python text: {value[:60]!r}") from None
     try:
         plain = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
         plain.encode("utf8")
         exact = json.loads(plain)
         count_keys([exact])
         return exact
-    except Refused:
-        raise Refused(reason, "nested too deeply") from None
+    except Rejected:
+        raise Rejected(reason, "nested too deeply") from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise Refused(reason, f"holds what JSON cannot: {error}") from None
-
-
-def _finish_reason(raw: Json) -> FinishReason | None:
-    if raw is None or raw == "":
-        return None
-    reason = FINISH_REASONS.get(raw) if type(raw) is str else None
-    if reason is None:
-        raise Refused("unusable finish_reason", repr(raw)[:60])
-    return reason
+        raise Rejected(reason, f"holds what JSON cannot: {error}") from None
 
 
 def _turns(messages: Sequence[Message]) -> tuple[int, ...]:
     """The answers that become rows: those with something asked before them."""
     if messages[-1].role != "assistant":
-        raise Refused("no completion", f"the conversation ends with the role {messages[-1].role!r}")
+        raise Rejected("no completion", f"the conversation ends with the role {messages[-1].role!r}")
     asked, turns = False, []
     for i, message in enumerate(messages):
         if message.role == "assistant" and asked:
             turns.append(i)
         asked = asked or message.role in ("user", "tool")
     if not turns:
-        raise Refused("no prompt", "the conversation has nothing before its answer")
+        raise Rejected("no prompt", "the conversation has nothing before its answer")
     return tuple(turns)
 
 
@@ -295,17 +284,17 @@ def _engine_ids(row: dict[str, Json]) -> tuple[tuple[int, ...] | None, tuple[int
         return None, None  # prompt ids alone say nothing about the answer; its text is rendered
     for ids in (prompt, completion):
         if type(ids) is not list or not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-            raise Refused("malformed engine ids", "prompt_token_ids and completion_token_ids must both list ids")
+            raise Rejected("malformed engine ids", "prompt_token_ids and completion_token_ids must both list ids")
     return tuple(prompt), tuple(completion)  # type: ignore[arg-type]
 
 
 def row_id_of(row: dict[str, Json]) -> str:
-    """The row's own id, else a hash of its content. Raises Refused."""
+    """The row's own id, else a hash of its content. Raises Rejected."""
     given = row.get("id")
     if type(given) is int or (type(given) is str and given):
         return str(given)
     if given is not None and given != "":
-        raise Refused("malformed id", f"a {type(given).__name__}")
+        raise Rejected("malformed id", f"a {type(given).__name__}")
     try:
         content = orjson.dumps(row, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # an integer beyond 64 bits

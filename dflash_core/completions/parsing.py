@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import orjson
 
-from dflash_core.completions.record import Json, Refused
+from dflash_core.completions.completion import Json, Rejected
 
 MAX_DEPTH = 100
 BACKSLASH = ord("\\")
@@ -23,18 +23,19 @@ def parse_object(text: bytes) -> dict[str, Json]:
     """Parse one line.
 
     Raises:
-        Refused: with the reason and, where it is known, the offset in the line.
+        Rejected: with the reason and, where it is known, the offset in the line.
     """
     if not text.strip():
-        raise Refused("blank line")
+        raise Rejected("blank line")
     try:
         row = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         return _explain(text, error)
     if type(row) is not dict:
-        raise Refused("not a JSON object", f"a {_kind(row)}")
+        raise Rejected("not a JSON object", f"a {_kind(row)}")
     if _may_hide_a_key(text, count_keys(row)) or _has_structure(row):
-        return _parse_exactly(text)
+        exact: dict[str, Json] = json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
+        return exact
     return row
 
 
@@ -60,13 +61,13 @@ def count_keys(value: Json) -> int:
     """Keys in all objects of a value, level by level: no stack is deep enough for what may come.
 
     Raises:
-        Refused: more than `MAX_DEPTH` levels, which no later stage has to bear.
+        Rejected: more than `MAX_DEPTH` levels, which no later stage has to bear.
     """
     keys, depth, level = 0, 0, [value]
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise Refused("nested too deeply", f"more than {MAX_DEPTH} levels")
+            raise Rejected("nested too deeply", f"more than {MAX_DEPTH} levels")
         below: list[Json] = []
         for container in level:
             parts = container
@@ -86,50 +87,45 @@ def _has_structure(row: dict[str, Json]) -> bool:
     return type(messages) is list and any(type(m) is dict and m.get("tool_calls") for m in messages)
 
 
-def _parse_exactly(text: bytes) -> dict[str, Json]:
-    row: dict[str, Json] = json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
-    return row
-
-
 def without_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     """The object of these pairs, for `json.loads`.
 
     Raises:
-        Refused: a key comes twice, and readers disagree on which one counts.
+        Rejected: a key comes twice, and readers disagree on which one counts.
     """
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise Refused("duplicate key", repr(next(n for n in names if names.count(n) > 1)))
+        raise Rejected("duplicate key", repr(next(n for n in names if names.count(n) > 1)))
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise Refused("not a JSON number", name)
+    raise Rejected("not a JSON number", name)
 
 
 def _explain(text: bytes, problem: orjson.JSONDecodeError) -> NoReturn:
     if b"\0" in text:
-        raise Refused("NUL byte", f"at byte {text.index(0)}") from None
+        raise Rejected("NUL byte", f"at byte {text.index(0)}") from None
     try:
         decoded = text.decode("utf8")
     except UnicodeDecodeError as error:
-        raise Refused("invalid UTF-8", f"at byte {error.start}") from None
+        raise Rejected("invalid UTF-8", f"at byte {error.start}") from None
     try:
         row = json.loads(decoded, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise Refused("invalid JSON", f"{error.msg} at character {error.pos}") from None
+        raise Rejected("invalid JSON", f"{error.msg} at character {error.pos}") from None
     except RecursionError:
-        raise Refused("nested too deeply") from None
+        raise Rejected("nested too deeply") from None
     except ValueError as error:
-        if isinstance(error, Refused):
+        if isinstance(error, Rejected):
             raise
-        raise Refused("invalid JSON", str(error)) from None  # an integer of thousands of digits
+        raise Rejected("invalid JSON", str(error)) from None  # an integer of thousands of digits
     if "recursion" in str(problem).lower():
-        raise Refused("nested too deeply")
+        raise Rejected("nested too deeply")
     if _LONE_SURROGATE.search(json.dumps(row, ensure_ascii=False)):
-        raise Refused("lone surrogate", "an escape that is half a character")
-    raise Refused("invalid JSON", str(problem))
+        raise Rejected("lone surrogate", "an escape that is half a character")
+    raise Rejected("invalid JSON", str(problem))
 
 
 def _kind(value: Json) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dflash_core.drafter.visibility import Blocks
+from dflash_core.drafter.attention import Blocks
 
 
 class DocumentAnchors(NamedTuple):

@@ -4,19 +4,17 @@ The trade-off: only the keys that change a number are held as fields; keys that 
 bias, SiLU, plain RoPE) are written as constants and refused when a file says otherwise, since a server would obey them.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from dflash_core.errors import IncompatibleError, RecipeError
+from dflash_core.errors import IncompatibleError
 from dflash_core.recipe import Recipe
+from dflash_core.target.files import text_config, ties_embeddings
 
 LayerType = Literal["full_attention", "sliding_attention"]
 TokenId = int | list[int] | None
 
-MASK_TOKEN = "<|mask|>"
 FAMILY_MASK_IDS = {"qwen3_5": 248070, "qwen3": 151669}
 """Unused rows of the embedding that published drafters of a family take as mask token; by prefix of model_type."""
 
@@ -67,7 +65,7 @@ class DrafterConfig:
             raise IncompatibleError(f"target_layer_ids {list(ids)} must ascend within the target's layers 0..{last}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise IncompatibleError(
-                f"mask_token_id {self.mask_token_id} is no row of the target's embedding, which has "
+                f"mask_token_id {self.mask_token_id} is not a row of the target's embedding, which has "
                 f"{self.vocab_size}; set drafter.mask_token_id"
             )
         if self.num_attention_heads % self.num_key_value_heads:
@@ -192,25 +190,6 @@ def layer_ids(num_target_layers: int, layers: int) -> tuple[int, ...]:
     return ids
 
 
-def read_target_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder.
-
-    Raises:
-        RecipeError: no such file, or no JSON.
-    """
-    try:
-        table = json.loads((folder / "config.json").read_text(encoding="utf8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"target.path {folder} has no readable config.json: {error}") from None
-    return dict(table)
-
-
-def text_config(target_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model (checkpoints with vision nest it under text_config)."""
-    nested: Mapping[str, Any] = target_config.get("text_config", target_config)
-    return nested
-
-
 def check_fit(config: DrafterConfig, target_config: Mapping[str, Any]) -> None:
     """Refuse a drafter that was made for another target.
 
@@ -228,17 +207,6 @@ def check_fit(config: DrafterConfig, target_config: Mapping[str, Any]) -> None:
                 f"the drafter was made for a target with {what} {ours}, this target has {theirs}; "
                 "use the target that it was trained with"
             )
-
-
-def tokenizer_mask_id(folder: Path) -> int | None:
-    """Id of the tokenizer's own mask token (`mask_token`, or an added `<|mask|>`), None where it has none."""
-    settings_file, vocabulary_file = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    settings = json.loads(settings_file.read_text(encoding="utf8")) if settings_file.exists() else {}
-    added = json.loads(vocabulary_file.read_text(encoding="utf8"))["added_tokens"] if vocabulary_file.exists() else []
-    name = settings.get("mask_token") or MASK_TOKEN
-    if isinstance(name, dict):
-        name = name["content"]
-    return next((int(token["id"]) for token in added if token["content"] == name), None)
 
 
 def drafter_config(recipe: Recipe, target_config: Mapping[str, Any], tokenizer_mask: int | None) -> DrafterConfig:
@@ -290,7 +258,7 @@ def drafter_config(recipe: Recipe, target_config: Mapping[str, Any], tokenizer_m
         rope_theta=wanted.rope_theta or text.get("rope_theta") or rope.get("rope_theta") or 1_000_000.0,
         rms_norm_eps=text.get("rms_norm_eps", 1e-6),
         max_position_embeddings=text.get("max_position_embeddings", 40_960),
-        tie_word_embeddings=bool(target_config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        tie_word_embeddings=ties_embeddings(target_config),
         bos_token_id=text.get("bos_token_id"),
         eos_token_id=text.get("eos_token_id"),
         pad_token_id=text.get("pad_token_id"),

@@ -1,25 +1,34 @@
 """A drafter on disk in the published form: config.json and safetensors, exactly the tensors serving engines look for.
 
-The trade-off: servers ignore tensors they do not know and start with garbage where one is missing, in silence; so
+    config.json model.safetensors (or several with an index); an export of ours also has manifest.json
+
+The trade-off: servers ignore tensors they do not know and start with garbage where one is missing, without a word; so
 reading here is strict, by name and shape. JSON and safetensors only: nothing that is read can run code.
 """
 
 import json
-import os
+import tempfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
-from dflash_core.errors import IncompatibleError
+from dflash_core.errors import IncompatibleError, ObjectMissing, StorageError
+from dflash_core.local_files import sha256_file, sync
+from dflash_core.records import DrafterCheckpoint, DrafterExport, StoredObject
+from dflash_core.storage.layout import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, RunKeys
+from dflash_core.workspace import Workspace
 
-CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_PATTERN = "model{suffix}.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 
 
@@ -75,33 +84,42 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype,
         The files written, the index last; each and the folder are synced to disk.
     """
     tensors = {name: state[name].detach().to("cpu", dtype).contiguous() for name in sorted(state)}
-    shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    names = [WEIGHTS_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-    files = [folder / name for name in names]
-    for file, shard in zip(files, shards, strict=True):
-        save_file(shard, file, {"format": "pt"})
-        sync(file)
-    if len(shards) > 1:
-        places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    files, places = save_tensors(folder, tensors, WEIGHTS_PATTERN, shard_bytes)
+    if len(files) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        files.append(write_json(folder / INDEX_FILE, index))
+        files.append(write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places}))
     sync(folder)
     return files
+
+
+def save_tensors(
+    folder: Path, tensors: dict[str, Tensor], pattern: str, shard_bytes: int
+) -> tuple[list[Path], dict[str, str]]:
+    """Write tensors as safetensors, split where they need more than `shard_bytes`; each file is synced to disk.
+
+    Args:
+        folder: existing.
+        tensors: contiguous, in host memory.
+        pattern: of file names, with {suffix} for the number of several.
+        shard_bytes: of one file at most, where no tensor is larger.
+
+    Returns:
+        The files, and each tensor's file by name.
+    """
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=shard_bytes)
+    files = []
+    for name, members in split.filename_to_tensors.items():
+        files.append(folder / name)
+        save_file({member: tensors[member] for member in members}, files[-1], {"format": "pt"})
+        sync(files[-1])
+    return files, split.tensor_to_filename
 
 
 def read_config(folder: Path) -> DrafterConfig:
     """The config.json of a drafter folder.
 
     Raises:
-        IncompatibleError: missing, no JSON, or no config of a DFlash drafter.
+        IncompatibleError: missing, not JSON, or not the config of a DFlash drafter.
     """
     return DrafterConfig.from_json(_read_json(folder / CONFIG_FILE))
 
@@ -118,7 +136,7 @@ def read_state(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name:
-            raise IncompatibleError(f"{folder / INDEX_FILE} names {name!r}, which is no file of that folder")
+            raise IncompatibleError(f"{folder / INDEX_FILE} names {name!r}, which is not a file of that folder")
         try:
             with safe_open(folder / name, "pt") as file:
                 state |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
@@ -141,13 +159,90 @@ def build_drafter(config: DrafterConfig, state: Mapping[str, Tensor], dtype: tor
     return drafter
 
 
+def fetch_drafter(workspace: Workspace, checkpoint: DrafterCheckpoint) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """Download and verify a run's config and fp32 masters; they pass through the work dir and leave nothing there.
+
+    Raises:
+        ObjectCorrupt: an object is not what the manifest says.
+        IncompatibleError: config and tensors do not belong together.
+        StorageError: no room on the local disk.
+    """
+    work_dir = workspace.work_dir
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".drafter-", dir=work_dir) as name:
+            folder = Path(name)
+            workspace.derived.download(checkpoint.config, folder / CONFIG_FILE)
+            workspace.derived.download(checkpoint.weights, folder / WEIGHTS_FILE)
+            config = read_config(folder)
+            # Cloned: the tensors map the file, which is about to go.
+            return config, {name: tensor.clone() for name, tensor in read_state(folder, config).items()}
+    except ObjectMissing as error:
+        raise ObjectMissing(f"run {checkpoint.run} is not whole any more: {error}; train it again") from None
+    except OSError as error:
+        raise StorageError(f"storage.work_dir {work_dir} cannot take the drafter: {error}; free disk space") from None
+
+
+def verify_folder(folder: Path, run: str | None = None) -> DrafterExport:
+    """Read every file again and compare size and sha256 with the folder's manifest.
+
+    Args:
+        folder: an exported one.
+        run: whose export it has to be; None: any.
+
+    Raises:
+        IncompatibleError: no manifest, a file that is missing or differs (both values), or another run's export.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise IncompatibleError(f"{folder} holds no {MANIFEST_FILE} of an export; export it again (dflash export)")
+    if run not in (None, manifest.run):
+        raise IncompatibleError(f"{folder} holds the export of run {manifest.run}, not of {run}; export that again")
+    for file in manifest.files:
+        path = folder / entry_name(manifest, file)
+        found = (path.stat().st_size, sha256_file(path)) if path.is_file() else (0, "absent")
+        if found != (file.size, file.sha256):
+            raise IncompatibleError(
+                f"{path} has {found[0]} bytes with sha256 {found[1][:12]}, its manifest says {file.size} with "
+                f"{file.sha256[:12]}: it was damaged or changed; export it again"
+            )
+    return manifest
+
+
+def read_manifest(folder: Path) -> DrafterExport | None:
+    """The manifest of an exported folder; None where there is none, as in a folder from elsewhere.
+
+    Raises:
+        IncompatibleError: one that this version cannot read.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        return DrafterExport.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise IncompatibleError(
+            f"{path} is not a manifest that this version can read: {error.errors()[0]['msg']}"
+        ) from None
+
+
+def entry_name(export: DrafterExport, file: StoredObject) -> str:
+    """A file's path within the folder.
+
+    Raises:
+        IncompatibleError: the manifest names a place outside of it.
+    """
+    name = file.key.removeprefix(RunKeys(export.run).export_folder)
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name:
+        raise IncompatibleError(
+            f"the manifest of run {export.run} names {file.key!r}, which is not a file of its export"
+        )
+    return name
+
+
 def _some(names: set[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -162,12 +257,3 @@ def write_json(path: Path, table: Mapping[str, Any]) -> Path:
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf8")
     sync(path)
     return path
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

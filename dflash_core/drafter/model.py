@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dflash_core.drafter.attention import Attention, Blocks, SdpaAttention, attention
 from dflash_core.drafter.config import DrafterConfig
-from dflash_core.drafter.visibility import Attention, Blocks, SdpaAttention, attention
 
 
 class Rotation(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_core.drafter.visibility import Blocks
+from dflash_core.drafter.attention import Blocks
 
 
 @dataclass(frozen=True)

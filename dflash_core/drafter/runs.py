@@ -1,21 +1,9 @@
-"""Finished training runs: where their manifests lie, and how they are found; without torch."""
+"""Finished training runs and how they are found; without torch."""
 
 from dflash_core.errors import ObjectMissing
 from dflash_core.records import DrafterCheckpoint, RunPointer
-from dflash_core.storage.store import Store
-
-LATEST = "drafter_checkpoint/latest.json"
-"""Names the run that was finished last."""
-
-
-def checkpoint_key(run: str) -> str:
-    """Where the manifest of a finished run lies."""
-    return f"drafter_checkpoint/{run}/manifest.json"
-
-
-def settings_key(run: str) -> str:
-    """Where the recipe of a finished run lies."""
-    return f"drafter_checkpoint/{run}/recipe.json"
+from dflash_core.storage.layout import LATEST_RUN, RUNS, RunKeys
+from dflash_core.storage.s3 import Store
 
 
 def find_checkpoint(store: Store, run: str | None) -> DrafterCheckpoint:
@@ -29,10 +17,10 @@ def find_checkpoint(store: Store, run: str | None) -> DrafterCheckpoint:
         ObjectMissing: no such run has finished.
     """
     try:
-        name = run or store.get_record(LATEST, RunPointer).run
-        return store.get_record(checkpoint_key(name), DrafterCheckpoint)
+        name = run or store.get_record(LATEST_RUN, RunPointer).run
+        return store.get_record(RunKeys(name).manifest, DrafterCheckpoint)
     except ObjectMissing:
         what = f"run {run!r}" if run else "run"
         raise ObjectMissing(
-            f"{store.uri('drafter_checkpoint/')} holds no finished {what}; train a drafter first (dflash train)"
+            f"{store.uri(RUNS)} holds no finished {what}; train a drafter first (dflash train)"
         ) from None

@@ -1,1 +1,1 @@
-"""What serving would do with the drafter: draft, verify with the whole target, count."""
+"""How good a finished drafter is: held-out prompts, decoded with it and with what it must beat."""

@@ -1,23 +1,25 @@
-"""The data half of the recipe: where completions lie, how they are made, tokenized, selected and judged."""
+"""The data half of the recipe: where completions are, how they are made, tokenized, selected and judged."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from dflash_core.recipe.base import Positive, Section, Share, TemplateOption
+from dflash_core.recipe.base import Decides, DecidesNothing, Positive, Section, Share, TemplateOption, Use
 
 
-class Source(Section):
-    """Where the completions lie: every object below `prefix` ending in .jsonl, .jsonl.gz or .jsonl.zst."""
+class SourceSettings(Section):
+    """Where the completions are: every object below `prefix` ending in .jsonl, .jsonl.gz or .jsonl.zst."""
 
+    decides: ClassVar[tuple[Use, ...]] = ()
     bucket: str
     prefix: str = ""
 
 
-class Storage(Section):
+class StorageSettings(Section):
     """Where everything derived goes, and how the object store is reached (credentials: the standard AWS variables)."""
 
+    decides: ClassVar[tuple[Use, ...]] = ()
     bucket: str
     prefix: str = ""
     endpoint_url: str | None = None
@@ -37,30 +39,36 @@ class Storage(Section):
     """Off for object stores that refuse the x-amz-checksum headers of recent SDKs."""
 
     @model_validator(mode="after")
-    def _one_store(self) -> "Storage":
+    def _one_store(self) -> "StorageSettings":
         if self.embedded_store is not None and self.endpoint_url is not None:
             raise ValueError("give embedded_store or endpoint_url, not both")
         return self
 
 
-class Target(Section):
+class TargetSettings(Section):
     """The frozen target model: a local Hugging Face folder (config.json, tokenizer, safetensors)."""
 
-    path: Path
+    decides: ClassVar[tuple[Use, ...]] = ("weights",)
+    path: Annotated[Path, DecidesNothing]
+    """Its content decides, see `target_fingerprint`."""
     layer_ids: tuple[int, ...] | None = None
     """Decoder layers whose outputs the drafter sees; None: `layers` of them, spread as in section 2 of the paper."""
     layers: Positive = 5
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Annotated[Literal["float32", "bfloat16"], Decides("weights", "acceptance")] = "bfloat16"
 
 
-class Tokenization(Section):
-    """Completions -> token ids and loss masks. All but `backend`, `audit_share`, `workers` enters the fingerprint."""
+class TokenizationSettings(Section):
+    """Completions -> token ids and loss masks."""
 
-    tokenizer: Path | None = None
-    """A tokenizer folder (config.json beside it); None: the target's."""
-    chat_template: Path | None = None
-    """A Jinja file that replaces the tokenizer's own chat template; give the one that serving uses."""
-    template_options: dict[str, TemplateOption] = Field(default_factory=dict)
+    decides: ClassVar[tuple[Use, ...]] = ("rows",)
+    tokenizer: Annotated[Path | None, DecidesNothing] = None
+    """A tokenizer folder (config.json next to it); None: the target's. Its content decides."""
+    chat_template: Annotated[Path | None, DecidesNothing] = None
+    """A Jinja file that replaces the tokenizer's own chat template; give the one that serving uses. Its content
+    decides."""
+    template_options: Annotated[dict[str, TemplateOption], Decides("rows", "acceptance", "answers")] = Field(
+        default_factory=dict
+    )
     """Options of the chat template, as serving passes them, for example enable_thinking."""
     max_length: Positive = 4096
     """Tokens in a row, prompt included."""
@@ -76,16 +84,18 @@ class Tokenization(Section):
     """Rows with the ids of an earlier row of their file; those of other files only count, in the gate."""
     min_supervised_tokens: Positive | None = None
     """Rows with fewer are dropped (and counted, by the gate too); None: twice the block size."""
-    backend: Literal["auto", "fastokens", "huggingface"] = "auto"
-    audit_share: Share = 0.0005
+    backend: Annotated[Literal["auto", "fastokens", "huggingface"], DecidesNothing] = "auto"
+    """All give equal ids, or are not used."""
+    audit_share: Annotated[Share, DecidesNothing] = 0.0005
     """Of the rows that the fast backend encoded: the reference encodes them again, and has to agree."""
-    workers: int = Field(0, ge=0)
+    workers: Annotated[int, DecidesNothing] = Field(0, ge=0)
     """Worker processes; 0: one per core. At most as many as downloads or uploads may be in flight."""
 
 
-class Gate(Section):
+class GateSettings(Section):
     """Thresholds of the gate between data and training. Shares are of rendered rows unless said otherwise."""
 
+    decides: ClassVar[tuple[Use, ...]] = ()
     near_empty_tokens: Positive = 16
     """A row with at most this many supervised tokens is near-empty."""
     max_near_empty_share: Share = 0.02
@@ -107,16 +117,18 @@ class Gate(Section):
     """Share of the source files that must be in the training set."""
 
 
-class TrainingSetFiles(Section):
+class TrainingSetSettings(Section):
     """What goes into the training set."""
 
+    decides: ClassVar[tuple[Use, ...]] = ()
     files: tuple[str, ...] = ()
     """Keys, patterns ("part-0*") and ranges ("part-007..part-031"); none: every source file."""
 
 
-class Sampling(Section):
+class SamplingSettings(Section):
     """What is asked of the target. None: not sent, so the server's own default holds."""
 
+    decides: ClassVar[tuple[Use, ...]] = ("answers",)
     max_tokens: Positive = 4096
     """Tokens of an answer, its thought included."""
     temperature: float | None = Field(None, ge=0)
@@ -126,13 +138,14 @@ class Sampling(Section):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = Field(None, gt=0)
-    seed: bool = True
-    """Send a seed of its own with every prompt, drawn from the recipe's."""
+    seed: Annotated[bool, DecidesNothing] = True
+    """Send a seed of its own with every prompt, drawn from the recipe's, which then decides."""
 
 
-class Outcomes(Section):
-    """What becomes of answers that are no good. Retry: ask again, and drop what is no better after `retries`."""
+class OutcomeSettings(Section):
+    """What becomes of answers that are not good. Retry: ask again, and drop what is not better after `retries`."""
 
+    decides: ClassVar[tuple[Use, ...]] = ("kept answers",)
     truncated: Literal["keep", "retry", "drop"] = "keep"
     """Ended by the token limit. A retry may take `more_tokens` times as many."""
     empty: Literal["keep", "retry", "drop"] = "retry"
@@ -148,20 +161,21 @@ class Outcomes(Section):
     enough_answers: Positive = 64
 
 
-class Generation(Section):
+class GenerationSettings(Section):
     """prompts -> an OpenAI-compatible server -> completions, written to where `source` says. Absent: no generation."""
 
-    prompts: Source
+    decides: ClassVar[tuple[Use, ...]] = ()
+    prompts: SourceSettings
     """Every JSONL file below it becomes the source file of the same partition."""
     servers: Annotated[tuple[str, ...], Field(min_length=1)]
     """Base URLs, as a rule ending in /v1, all serving `model`."""
-    model: str
+    model: Annotated[str, Decides("answers")]
     api_key_variable: str | None = None
     """The environment variable that holds the servers' key, never the key itself."""
-    sampling: Sampling = Sampling()
-    outcomes: Outcomes = Outcomes()
-    answers_in_prompts: Literal["reject", "replace"] = "reject"
-    """A prompt that ends with an answer: rejected, or its answer is generated anew (and all others are left)."""
+    sampling: SamplingSettings = SamplingSettings()
+    outcomes: OutcomeSettings = OutcomeSettings()
+    answers_in_prompts: Annotated[Literal["reject", "replace"], Decides("kept answers")] = "reject"
+    """A prompt that ends with an answer: rejected, or its answer is generated again (and all others are left)."""
     overwrite: bool = False
     """Whether a source file that was not generated by this platform may be replaced."""
     token_ids: bool = True

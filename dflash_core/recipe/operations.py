@@ -1,16 +1,17 @@
 """What runs by itself and who is told."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
-from dflash_core.recipe.base import Cron, Positive, Section
+from dflash_core.recipe.base import Cron, Positive, Section, Use
 
 
-class Automation(Section):
+class AutomationSettings(Section):
     """What Dagster does by itself once its schedules and sensors are switched on."""
 
+    decides: ClassVar[tuple[Use, ...]] = ()
     rerun_cron: Cron = "*/15 * * * *"
     """When failed files are tried again."""
     nightly_cron: Cron = "0 2 * * *"
@@ -20,9 +21,10 @@ class Automation(Section):
     """Tries of one version of a file, the first included; after them it is quarantined until released or replaced."""
 
 
-class Alerts(Section):
+class AlertSettings(Section):
     """Who is told of a failed run, at once."""
 
+    decides: ClassVar[tuple[Use, ...]] = ()
     webhook_url: SecretStr | None = None
     """A POST with JSON goes there; None: nobody is told. Never logged."""
     format: Literal["json", "slack"] = "json"

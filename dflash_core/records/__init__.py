@@ -1,6 +1,6 @@
 """The records that travel between stages and into manifests: frozen, JSON in and out, no behaviour beyond that."""
 
-from dflash_core.records.base import CommandFailure, Record, StoredObject
+from dflash_core.records.base import OnProgress, Record, StoredObject
 from dflash_core.records.data import (
     GeneratedFile,
     Reject,
@@ -12,6 +12,7 @@ from dflash_core.records.data import (
     Verdict,
 )
 from dflash_core.records.drafter import (
+    LEAST_PROMPTS,
     AcceptanceCut,
     CutKind,
     DrafterCheckpoint,
@@ -26,14 +27,15 @@ from dflash_core.records.drafter import (
 )
 
 __all__ = [
+    "LEAST_PROMPTS",
     "AcceptanceCut",
-    "CommandFailure",
     "CutKind",
     "DrafterCheckpoint",
     "DrafterEval",
     "DrafterExport",
     "FileCoverage",
     "GeneratedFile",
+    "OnProgress",
     "PreviousDrafter",
     "Record",
     "Reject",

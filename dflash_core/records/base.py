@@ -1,10 +1,15 @@
 """What every stored record is made of."""
 
+from collections.abc import Callable
+
 from pydantic import BaseModel, ConfigDict
+
+OnProgress = Callable[[int, int], None]
+"""Told (done, total) while something long goes on."""
 
 
 class Record(BaseModel):
-    """Base of everything written to S3 as JSON. Unknown fields are refused: a newer manifest is not half-read."""
+    """Base of everything written to S3 as JSON. Unknown fields are refused: a newer manifest is never half-read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -16,9 +21,6 @@ class StoredObject(Record):
     """Relative to the storage prefix."""
     size: int
     sha256: str
-
-
-class CommandFailure(Record):
-    """What a core command writes instead of its result when it refuses."""
-
-    error: str
+    etag: str | None = None
+    """What the store called these bytes when they were written: a listing shows whether they are still the same.
+    None: not known, written before it was kept or in several parts."""

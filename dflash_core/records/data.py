@@ -1,4 +1,9 @@
-"""From the source files to the training set."""
+"""From the source files to the training set.
+
+Rows: read = kept + dropped + rejected. *Rejected* rows were never rendered, *dropped* ones were and a policy left them
+out; both with reasons. Records from before TOKENIZATION_VERSION 4 know no dropped rows: their `rows_rejected` and
+`reject_reasons` hold both kinds, and `rows_dropped` is None.
+"""
 
 from dflash_core.records.base import Record, StoredObject
 
@@ -33,9 +38,13 @@ class ShardManifest(Record):
     shard: StoredObject
     statistics: StoredObject
     rejects: StoredObject
+    """Every row that is not in the shard, rejected or dropped: JSON lines of `Reject`."""
     rows_read: int
     rows_kept: int
+    rows_dropped: int | None = None
     rows_rejected: int
+    drop_reasons: dict[str, int] | None = None
+    """Reason -> rows, as in the next field."""
     reject_reasons: dict[str, int]
     tokens: int
     supervised_tokens: int
@@ -47,6 +56,8 @@ class GeneratedFile(Record):
     lines = written + sum(dropped): every line of the prompts is in the completions or has its reason.
     """
 
+    code_version: str = "1"
+    """Of the code that hashed the settings; hashes of another version cannot be compared."""
     partition: str
     request_hash: str
     """Of everything but the prompts that decides the answers."""
@@ -114,7 +125,9 @@ class TrainingSet(Record):
     coverage: float
     rows_read: int
     rows_kept: int
+    rows_dropped: int | None = None
     rows_rejected: int
+    drop_reasons: dict[str, int] | None = None
     reject_reasons: dict[str, int]
     tokens: int
     supervised_tokens: int

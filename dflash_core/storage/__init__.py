@@ -1,1 +1,1 @@
-"""S3: client, keys, verified reads, whole writes; and the embedded store for laptops and tests."""
+"""S3: the store, every key in it, the partitions, and the embedded store for laptops and tests."""

@@ -4,9 +4,7 @@ One process per data folder: whoever comes first holds the folder's lock and sta
 ends when the process that started it ends.
 """
 
-import fcntl
 import json
-import os
 import secrets
 import shutil
 import sysconfig
@@ -14,15 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from dflash_core.errors import StorageError
-from dflash_core.recipe import Recipe, Storage
+from dflash_core.local_files import PRIVATE, locked, write_whole
+from dflash_core.processes import free_ports, last_words, running_server
+from dflash_core.recipe import StorageSettings
 from dflash_core.records import Record
-from dflash_core.storage.store import make_client
-from dflash_core.supervised import free_ports, last_words, supervised
+from dflash_core.storage.s3 import Access, make_client
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -52,6 +51,7 @@ OPTIONS = (
 )
 GRACE_S = 1.0
 """What the server acknowledged is with the kernel by then, and its graceful stop may hang for a minute."""
+REGION = "us-east-1"
 
 
 class Endpoint(Record):
@@ -61,77 +61,48 @@ class Endpoint(Record):
     access_key: str
     secret_key: str
 
-    def environment(self) -> dict[str, str]:
-        """The standard variables that make any S3 client use this store, past any proxy."""
-        return {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": self.access_key,
-            "AWS_SECRET_ACCESS_KEY": self.secret_key,
-            "AWS_REGION": "us-east-1",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
+    @property
+    def access(self) -> Access:
+        """The same for clients, past any proxy."""
+        return Access(self.url, REGION, None, self.access_key, self.secret_key, past_proxies=True)
+
+
+class _Held(Exception):
+    """Another process holds the folder's lock."""
 
 
 @contextmanager
-def embedded_store(folder: Path) -> Iterator[Endpoint]:
-    """The store whose data lie in `folder`: started, or attached to where it runs; sets the AWS variables within.
+def embedded_store(folder: Path) -> Iterator[Access]:
+    """The store whose data is in `folder`: started, or attached to where it runs already.
 
     Raises:
         StorageError: the server does not come up; the sentence holds its last words.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + START_TIMEOUT_S
     with ExitStack() as stack:
-        endpoint = _attach_or_start(folder, stack)
-        before = _replace_environment(endpoint.environment())
-        try:
-            yield endpoint
-        finally:
-            _replace_environment(before)
+        yield _attach_or_start(folder, deadline, stack).access
 
 
-def _replace_environment(new: dict[str, str]) -> dict[str, str]:
-    """Put these in place of every AWS variable, so that no profile, token or endpoint of the user's own gets in."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == "NO_PROXY"}
-    for name in before:
-        del os.environ[name]
-    os.environ.update(new)
-    return before
-
-
-@contextmanager
-def store_of(recipe: Recipe) -> Iterator[None]:
-    """The embedded store with the recipe's buckets, if the recipe asks for it; else whatever the AWS variables name."""
-    if recipe.storage.embedded_store is None:
-        yield
-        return
-    with embedded_store(recipe.storage.embedded_store):
-        for bucket in sorted({recipe.source.bucket, recipe.storage.bucket}):
-            ensure_bucket(bucket)
-        yield
-
-
-def ensure_bucket(bucket: str) -> None:
-    """Create a bucket in the store that the AWS variables name, if it is not there."""
+def ensure_bucket(bucket: str, access: Access) -> None:
+    """Create a bucket, if it is not there."""
     try:
-        _create_bucket(make_client(Storage(bucket=bucket)), bucket)
+        _create_bucket(make_client(StorageSettings(bucket=bucket), access), bucket)
     except (ClientError, BotoCoreError) as error:
         raise StorageError(f"bucket {bucket!r} cannot be created: {error}") from None
 
 
-def _attach_or_start(folder: Path, stack: ExitStack) -> Endpoint:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    lock = stack.enter_context((folder / "lock").open("w"))
+def _attach_or_start(folder: Path, deadline: float, stack: ExitStack) -> Endpoint:
     while time.monotonic() < deadline:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock = stack.enter_context(locked(folder / "lock", _Held()))
+        except _Held:
             endpoint = _read_endpoint(folder)
             if endpoint is not None:
                 return endpoint
             time.sleep(0.1)
         else:
-            return _start(folder, stack, deadline, lock)
+            return _start(folder, deadline, lock, stack)
     raise StorageError(f"the embedded store in {folder} is held by another process that does not answer; stop it")
 
 
@@ -143,14 +114,15 @@ def _read_endpoint(folder: Path) -> Endpoint | None:
     return endpoint if _answers(_client(endpoint)) else None
 
 
-def _start(folder: Path, stack: ExitStack, deadline: float, lock: IO[str]) -> Endpoint:
+def _start(folder: Path, deadline: float, lock: int, stack: ExitStack) -> Endpoint:
+    """Start the server; it keeps the lock, so that nobody starts another over its data before it has ended."""
     (folder / "data").mkdir(exist_ok=True)
     (folder / "endpoint.json").unlink(missing_ok=True)
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     endpoint = Endpoint(
         url=f"http://127.0.0.1:{ports['s3.port']}", access_key=secrets.token_hex(10), secret_key=secrets.token_hex(20)
     )
-    _write_private(folder / "s3.json", _identities(endpoint))
+    write_whole(folder / "s3.json", _identities(endpoint), PRIVATE)
     command = [
         _binary(),
         f"-logdir={folder.absolute()}",
@@ -161,20 +133,20 @@ def _start(folder: Path, stack: ExitStack, deadline: float, lock: IO[str]) -> En
         *OPTIONS,
     ]
     log = folder / "server.log"
-    process = stack.enter_context(supervised(command, "TERM", GRACE_S, log, holds=lock))
+    process = stack.enter_context(running_server(command, "TERM", GRACE_S, log, inherited=(lock,)))
     stack.callback((folder / "endpoint.json").unlink, missing_ok=True)
     client = _client(endpoint)
     while not _answers(client):
         if process.poll() is not None or time.monotonic() > deadline:
             raise StorageError(f"the embedded store in {folder} did not start: {last_words(log)}")
         time.sleep(0.05)
-    _write_private(folder / "endpoint.json", endpoint.model_dump_json())
+    write_whole(folder / "endpoint.json", endpoint.model_dump_json(), PRIVATE)
     return endpoint
 
 
 def _client(endpoint: Endpoint) -> "S3Client":
-    settings = Storage(bucket="-", endpoint_url=endpoint.url, attempts=1, connect_timeout_s=1, read_timeout_s=5)
-    return make_client(settings, credentials=(endpoint.access_key, endpoint.secret_key))
+    settings = StorageSettings(bucket="-", attempts=1, connect_timeout_s=1, read_timeout_s=5)
+    return make_client(settings, endpoint.access)
 
 
 def _answers(client: "S3Client") -> bool:
@@ -202,11 +174,6 @@ def _identities(endpoint: Endpoint) -> str:
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
     return json.dumps({"identities": [identity]})
-
-
-def _write_private(path: Path, text: str) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
 
 
 def _binary() -> str:

@@ -1,1 +1,1 @@
-"""Tokenization: completions -> token ids and loss masks, exactly as serving renders them, one shard a source file."""
+"""A completion -> its token ids and loss mask, exactly as serving renders it."""

@@ -9,14 +9,16 @@ import logging
 import os
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from dflash_core.tokenization.adversarial import adversarial_texts
 from dflash_core.tokenization.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +39,12 @@ class Backend(Protocol):
         """
 
 
-class HuggingFace:
+class HuggingFaceBackend:
     """The reference."""
 
     name = "huggingface"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str], *, special_as_text: bool = False) -> tuple[Ids, Offsets]:
@@ -56,7 +58,7 @@ class HuggingFace:
         return np.fromiter((i for ids in found for i in ids), np.int32, int(offsets[-1])), offsets
 
 
-class Fastokens:
+class FastokensBackend:
     """fastokens; one thread, since the pipeline runs one process a core."""
 
     name = "fastokens"
@@ -75,11 +77,11 @@ class Fastokens:
 
 def choose_backend(tokenizer: ChatTokenizer, choice: Literal["auto", "fastokens", "huggingface"]) -> Backend:
     """The fastest backend that is exact for this tokenizer; one log line says which and why."""
-    reference = HuggingFace(tokenizer.reference)
+    reference = HuggingFaceBackend(tokenizer.reference)
     if choice == "huggingface":
         return reference
     try:
-        fast = Fastokens(tokenizer.reference.to_str())
+        fast = FastokensBackend(tokenizer.reference.to_str())
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for what it cannot load
         log.warning("tokenizing with huggingface: fastokens cannot load this tokenizer (%s)", error)
         return reference

@@ -1,7 +1,7 @@
 """Control tokens that a message spells are text, never structure.
 
 They travel through the template as private characters, so that whatever control token a render holds was printed by
-the template, and come back as ordinary text. Added tokens that are no control tokens (tool-call tags, say) stay what
+the template, and come back as ordinary text. Added tokens that are not control tokens (tool-call tags, say) stay what
 engines take them for, since decoding prints them as the model wrote them; a row with either kind in its text is
 flagged.
 """
@@ -9,7 +9,7 @@ flagged.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from dflash_core.completions.record import Json, Message, Refused
+from dflash_core.completions.completion import Json, Message, Rejected
 from dflash_core.tokenization.tokenizer import ChatTokenizer
 
 PRIVATE_BASE = 0x10F000
@@ -21,7 +21,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.added = _alternation(tokenizer.added)
-        """Matches any added token; None if there is none."""
+        """Matches any added token; None if the tokenizer has none."""
         self._special = _alternation(tokenizer.special)
         self._private = {token: chr(PRIVATE_BASE + i) for i, token in enumerate(sorted(tokenizer.special))}
         self._spelled = {private: token for token, private in self._private.items()}
@@ -35,7 +35,7 @@ class ControlTokens:
         if self._special is None or not any(_mentions(self._special, value) for value in values):
             return messages, tools
         if self._privates is not None and any(_mentions(self._privates, value) for value in values):
-            raise Refused("private characters", f"control tokens and U+{PRIVATE_BASE:X}.. in one conversation")
+            raise Rejected("private characters", f"control tokens and U+{PRIVATE_BASE:X}.. in one conversation")
         protected = tuple(Message(*(_hold_out(part, self._special, self._private) for part in m)) for m in messages)
         return protected, tuple(_hold_out(tool, self._special, self._private) for tool in tools)
 

@@ -1,27 +1,33 @@
-"""One assistant turn -> the text of its row, in the pieces that a mask by construction needs.
+"""One completion -> the text of its row, in the pieces that a mask by construction needs.
 
 The prompt is rendered as serving renders it; the turn is what the full render adds. Where template text ends and
-recorded text begins is learnt from the same render with a sentinel in place of the answer, never searched for in real
+recorded text begins is learned from the same render with a sentinel in place of the answer, never searched for in real
 text. Control tokens spelled in a message are held out of the render as private characters and come back as ordinary
 text.
+
+    <|im_start|>user\\nHow many?<|im_end|>\\n<|im_start|>  head: up to the last added token behind which one may cut
+    assistant\\n                                            tail: the rest of the prompt, up to the boundary
+    <think>\\n\\n</think>\\n\\n                              scaffold: template text of the turn, here an empty thought
+    Forty-two.<|im_end|>\\n                                recorded text, the terminator and what follows it
+
+A `TurnText` has head, tail, scaffold and rest, which is all but the head.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dflash_core.completions.completion import Completion, Json, Message, Rejected
 from dflash_core.completions.normalize import THINK_CLOSE, THINK_OPEN
-from dflash_core.completions.record import Completion, Json, Message, Refused
 from dflash_core.errors import RecipeError
-from dflash_core.quality.flags import Flag
+from dflash_core.tokenization.chat_template import template_message
 from dflash_core.tokenization.control_tokens import ControlTokens
-from dflash_core.tokenization.edges import cuttable_tokens
-from dflash_core.tokenization.template import template_message
+from dflash_core.tokenization.flags import Flag
 from dflash_core.tokenization.tokenizer import ChatTokenizer
 
 SENTINEL_THOUGHT, SENTINEL_ANSWER, SENTINEL_NEXT, SENTINEL_CALL = "Qzthoughtq", "Qzanswerq", "Qznextq", "Qzcallq"
 MAX_LAYOUTS = 256
-"""Remembered: one by structure of a conversation, and no two long conversations with tools need be alike."""
+"""Remembered: one by structure of a conversation, and two long conversations with tools need not be alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class TurnEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TurnLayout:
     """What the template puts around the recorded text of a turn."""
 
     lead: str
@@ -85,23 +91,19 @@ class TurnRenderer:
     def __init__(self, tokenizer: ChatTokenizer, *, supervise_empty_thought: bool) -> None:
         self.tokenizer = tokenizer
         self._supervise_empty_thought = supervise_empty_thought
-        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._layouts: dict[tuple[object, ...], TurnLayout] = {}
         self.control = ControlTokens(tokenizer)
-        self.cuttable = cuttable_tokens(tokenizer)
         self.end = self._turn_end()
 
-    def render(self, completion: Completion, turn: int) -> TurnText:
-        """The text of the row for the assistant message at index `turn`.
+    def render(self, completion: Completion) -> TurnText:
+        """The text of the row.
 
         Raises:
-            Refused: the template does not accept it, or the boundary of the turn is not certain.
+            Rejected: the template does not accept it, or the boundary of the turn is not certain.
         """
-        recorded = completion.messages[: turn + 1]
-        messages, tools = self.control.protect(recorded, completion.tools)
-        protected = messages is not recorded
-        last = turn == len(completion.messages) - 1
-        finish_reason = completion.finish_reason if last else "stop"
-        answer, cut = messages[-1], finish_reason == "length"
+        messages, tools = self.control.protect(completion.messages, completion.tools)
+        protected = messages is not completion.messages
+        answer, cut = messages[-1], completion.finish_reason == "length"
         layout = self._layout(messages, tools)
         if layout.folds:
             answer = _fold(answer)
@@ -110,21 +112,25 @@ class TurnRenderer:
         prompt, boundary, full = self._renders(messages, tools)
         added = full[boundary:]
         if not added.startswith(layout.lead) or not added.endswith(layout.closing):
-            raise Refused("boundary unstable", "the template renders this turn in another layout")
-        _check_recorded(answer, added)
+            raise Rejected("boundary unstable", "the template renders this turn in another layout")
+        # Templates may trim what was recorded; one that alters or drops it would train on something never said.
+        if answer.content.strip() not in added or (answer.reasoning or "").strip() not in added:
+            raise Rejected("the template alters the answer", "its text is not in the rendered turn")
         if answer.tool_calls and not self._prints_calls:
-            raise Refused("the template drops tool calls", str(answer.tool_calls[0]["function"]["name"]))
+            raise Rejected("the template drops tool calls", str(answer.tool_calls[0]["function"]["name"]))
         # A terminator that the next message would print is appended to the ids instead.
         text = full[: len(full) - len(layout.closing)] if cut or not self.end.written else full
-        recorded_only = layout.prompted and not _is_empty_thought(layout.lead, answer)
+        empty_thought = answer.reasoning is None and THINK_CLOSE in layout.lead
+        recorded_only = layout.prompted and not empty_thought
         # A lone space in front of the answer is in its first token, as it is when the model writes it.
         scaffold = "" if recorded_only or layout.lead.isspace() else layout.lead
         edge = self._edge(prompt[:boundary])
+        spelled = self.control.is_spelled(messages, completion.messages, full)
         return TurnText(
-            row_id=completion.turn_id(turn),
+            row_id=completion.row_id,
             line=completion.line,
-            finish_reason=finish_reason,
-            flags=_flags(recorded[-1], layout.lead, cut, self.control.is_spelled(messages, recorded, full)),
+            finish_reason=completion.finish_reason,
+            flags=_flags(completion.messages[-1], layout.lead, cut, spelled),
             head=full[:edge],
             tail=full[edge:boundary],
             scaffold=scaffold,
@@ -145,12 +151,12 @@ class TurnRenderer:
         # A scaffold that is pre-filled in the prompt and rendered otherwise in the turn. Everything before the
         # generation prompt has to be equal, or the model never saw this history.
         history = template.render(given[:-1], tools, add_generation_prompt=False)
-        boundary = _common_prefix(prompt, full)
+        boundary = next((i for i, (a, b) in enumerate(zip(prompt, full, strict=False)) if a != b), len(full))
         if boundary < len(history) or not prompt.startswith(history):
-            raise Refused("boundary unstable", "the template renders the history otherwise once the answer is there")
+            raise Rejected("boundary unstable", "the template renders the history otherwise once the answer is there")
         return prompt, boundary, full
 
-    def _layout(self, messages: Sequence[Message], tools: Sequence[Json]) -> Layout:
+    def _layout(self, messages: Sequence[Message], tools: Sequence[Json]) -> TurnLayout:
         answer = messages[-1]
         ends_in_thought = not answer.content.strip() and not answer.tool_calls
         key = (
@@ -164,30 +170,27 @@ class TurnRenderer:
             self._layouts[key] = self._learn_layout(messages, tools, ends_in_thought)
         return self._layouts[key]
 
-    def _learn_layout(self, messages: Sequence[Message], tools: Sequence[Json], ends_in_thought: bool) -> Layout:
+    def _learn_layout(self, messages: Sequence[Message], tools: Sequence[Json], ends_in_thought: bool) -> TurnLayout:
         answer = messages[-1]
         thought = None if answer.reasoning is None else SENTINEL_THOUGHT
         probe = Message("assistant", "" if ends_in_thought else SENTINEL_ANSWER, thought)
         prompt, boundary, full = self._renders([*messages[:-1], probe], tools)
         added = full[boundary:]
-        prompted = prompt != self._history(messages, tools)
+        given = [template_message(message) for message in messages[:-1]]
+        prompted = prompt != self.tokenizer.template.render(given, tools, add_generation_prompt=False)
         if thought is not None and SENTINEL_THOUGHT not in added:
-            return Layout("", "", prompted, folds=True)
+            return TurnLayout("", "", prompted, folds=True)
         first = added.find(SENTINEL_THOUGHT if thought else SENTINEL_ANSWER)
         last = SENTINEL_THOUGHT if ends_in_thought else SENTINEL_ANSWER
         if first < 0 or last not in added:
-            raise Refused("boundary unstable", "the template does not print the answer")
-        return Layout(added[:first], added[added.rindex(last) + len(last) :], prompted, folds=False)
-
-    def _history(self, messages: Sequence[Message], tools: Sequence[Json]) -> str:
-        given = [template_message(message) for message in messages[:-1]]
-        return self.tokenizer.template.render(given, tools, add_generation_prompt=False)
+            raise Rejected("boundary unstable", "the template does not print the answer")
+        return TurnLayout(added[:first], added[added.rindex(last) + len(last) :], prompted, folds=False)
 
     def _edge(self, prompt: str) -> int:
         """Where the prompt's last token ends behind which a text may be cut; 0 if it has none."""
         edge = 0
         for match in self.control.added.finditer(prompt) if self.control.added else ():
-            edge = match.end() if match.group() in self.cuttable else edge
+            edge = match.end() if match.group() in self.tokenizer.cuttable else edge
         return edge
 
     @cached_property
@@ -197,7 +200,7 @@ class TurnRenderer:
         exchange = [Message("user", SENTINEL_NEXT), Message("assistant", SENTINEL_ANSWER, None, (call,))]
         try:
             return SENTINEL_CALL in self._renders(exchange, ())[2]
-        except Refused:
+        except Rejected:
             return True  # not with these; the row's own render decides
 
     def _turn_end(self) -> TurnEnd:
@@ -206,8 +209,8 @@ class TurnRenderer:
         try:
             _, boundary, full = self._renders(exchange, ())
             longer = self._renders([*exchange, Message("user", SENTINEL_NEXT), exchange[1]], ())[2]
-        except Refused as refused:
-            raise RecipeError(f"{where} cannot render a plain exchange ({refused}); use the one serving uses") from None
+        except Rejected as error:
+            raise RecipeError(f"{where} cannot render a plain exchange ({error}); use the one serving uses") from None
         if SENTINEL_ANSWER not in full[boundary:]:
             raise RecipeError(f"{where} does not print the assistant's answer; use the one serving uses")
         closing = full[full.rindex(SENTINEL_ANSWER) + len(SENTINEL_ANSWER) :]
@@ -230,16 +233,6 @@ def _fold(answer: Message) -> Message:
     return answer._replace(content=content, reasoning=None)
 
 
-def _check_recorded(answer: Message, added: str) -> None:
-    """Templates may trim what was recorded; one that alters or drops it would train on something never said."""
-    if answer.content.strip() not in added or (answer.reasoning or "").strip() not in added:
-        raise Refused("the template alters the answer", "its text is not in the rendered turn")
-
-
-def _is_empty_thought(lead: str, answer: Message) -> bool:
-    return answer.reasoning is None and THINK_CLOSE in lead
-
-
 def _flags(answer: Message, lead: str, cut: bool, spelled: bool) -> int:
     flags = Flag.CONTROL_TOKENS_IN_CONTENT if spelled else Flag(0)
     if cut:
@@ -255,10 +248,3 @@ def _flags(answer: Message, lead: str, cut: bool, spelled: bool) -> int:
         if cut and not answer.tool_calls:
             flags |= Flag.TRUNCATED_IN_THOUGHT
     return int(flags)
-
-
-def _common_prefix(a: str, b: str) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

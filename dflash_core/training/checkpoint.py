@@ -1,39 +1,49 @@
-"""Checkpoints that survive a crash at any instant: safetensors and JSON, hashed, renamed, named by a pointer last.
+"""Checkpoints that survive a crash at any instant, on this disk and in the object store, written in a thread.
 
-    <folder>/00000200/{masters,moments}-000.safetensors ... coverage.safetensors metrics.jsonl state.json
+    <folder>/00000200/{masters,moments}*.safetensors coverage.safetensors metrics.jsonl state.json
     <folder>/latest.json       {"checkpoints": [{"step": 200, "sha256": "<of state.json>"}, ...]}, newest last
 
-The last `keep` are kept, and the best.
+The last `keep` are kept, and the best. `state.json` holds the sha256 of every other file. A checkpoint is built under
+another name, synced, renamed, and only then named by the pointer; in the store a `SavedStep`, written last, names it.
+It belongs to one run: what it was made from (`identity`) is compared field by field before anything is loaded.
 
-`state.json` holds the sha256 of every other file. Each file is written aside and fsynced, the folder is renamed, its
-parent fsynced, and only then the pointer replaced. A checkpoint belongs to one run; what it was made from (`identity`)
-is compared field by field before anything is loaded. The trade-off: each save writes everything anew, 12 bytes a
-parameter.
+The trade-off: each save writes everything, 12 bytes a parameter, from a copy in host memory; in exchange training goes
+on while it is written, hashed and uploaded.
 """
 
 import json
+import logging
 import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from dflash_core.drafter.folder import sync
-from dflash_core.errors import IncompatibleError, StorageError
-from dflash_core.storage.transfers import sha256_file
+from dflash_core.drafter.folder import save_tensors
+from dflash_core.errors import IncompatibleError, ObjectCorrupt, ObjectMissing, StorageError
+from dflash_core.local_files import place, sha256_file, write_whole
+from dflash_core.records import SavedStep, StoredObject
+from dflash_core.storage.layout import METRICS_FILE, RunKeys
+from dflash_core.storage.s3 import Store
+from dflash_core.training.metrics import MetricsFile, OnStep, StepMetrics
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
-POINTER = "latest.json"
-STATE = "state.json"
-METRICS = "metrics.jsonl"
+POINTER_FILE = "latest.json"
+STATE_FILE = "state.json"
+UNSET = "not set"
+"""Stands for a setting that is not among those of an identity."""
 PART_BYTES = 1 << 30
 """Tensors are grouped into files of about this size, small enough for one PUT."""
+PATIENCE_S = 5.0
+"""How long a step may be held up by the checkpoint before; the other ranks wait for it and must not lose patience."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,10 @@ class Snapshot:
     """[F, 6], see `step.COVERAGE_COLUMNS`; over all ranks."""
 
 
+State = Callable[[], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+"""Makes copies of masters and moments, see `Learner.state`."""
+
+
 class Damaged(Exception):
     """This checkpoint cannot be used; an older one may."""
 
@@ -106,28 +120,11 @@ class CheckpointFolder:
         aside, final = self.path / f".saving-{step:08d}", self.folder(step)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            _remove_aside(self.path)
+            for left in self.path.glob(".saving-*"):
+                shutil.rmtree(left)
             aside.mkdir()
-            for name, tensors in _parts(snapshot):
-                save_file(tensors, aside / name)
-            with metrics.open("rb") as lines:
-                (aside / METRICS).write_bytes(lines.read(metrics_bytes))
-            digests = {}
-            for file in sorted(aside.iterdir()):
-                sync(file)
-                digests[file.name] = sha256_file(file)
-            state = {
-                "format": FORMAT,
-                "identity": dict(self.identity),
-                "progress": asdict(snapshot.progress),
-                "sha256": digests,
-            }
-            (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf8")
-            sync(aside / STATE)
-            sync(aside)
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(aside, final)
-            sync(self.path)
+            self._write(snapshot, aside, metrics, metrics_bytes)
+            place(aside, final)
             self._point(snapshot.progress)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -137,17 +134,28 @@ class CheckpointFolder:
             ) from None
         return final
 
+    def _write(self, snapshot: Snapshot, folder: Path, metrics: Path, metrics_bytes: int) -> None:
+        parts = {"masters": snapshot.masters, "moments": snapshot.moments, "coverage": {"coverage": snapshot.coverage}}
+        for kind, tensors in parts.items():
+            contiguous = {name: tensors[name].detach().contiguous() for name in sorted(tensors)}
+            save_tensors(folder, contiguous, f"{kind}{{suffix}}.safetensors", PART_BYTES)
+        with metrics.open("rb") as lines:
+            (folder / METRICS_FILE).write_bytes(lines.read(metrics_bytes))
+        state = {
+            "format": FORMAT,
+            "identity": dict(self.identity),
+            "progress": asdict(snapshot.progress),
+            "sha256": {file.name: sha256_file(file) for file in sorted(folder.iterdir())},
+        }
+        (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf8")
+
     def _point(self, progress: Progress) -> None:
         lost = self.pointer_is_damaged
         newest = {"step": progress.step, "sha256": self._state_sha256(progress.step)}
         entries = [*(entry for entry in self.entries() if entry["step"] < progress.step), newest]
         best = [entry for entry in entries[: -self.keep] if entry["step"] == progress.best_step]
         kept = entries if lost else [*best, *entries[-self.keep :]]
-        aside = self.path / f".{POINTER}"
-        aside.write_text(json.dumps({"checkpoints": kept}, indent=1), encoding="utf8")
-        sync(aside)
-        os.replace(aside, self.path / POINTER)
-        sync(self.path)
+        write_whole(self.path / POINTER_FILE, json.dumps({"checkpoints": kept}, indent=1))
         if lost:
             return  # which of them are good is not known: the next checkpoint's pointer decides
         names = {self.folder(entry["step"]).name for entry in kept}
@@ -156,7 +164,7 @@ class CheckpointFolder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """The place of a step's checkpoint."""
         return self.path / f"{step:08d}"
 
     def entries(self) -> list[dict[str, Any]]:
@@ -164,7 +172,7 @@ class CheckpointFolder:
         pointed = self._pointed()
         if pointed is not None:
             return pointed
-        steps = sorted(int(f.parent.name) for f in self.path.glob(f"*/{STATE}") if f.parent.name.isdigit())
+        steps = sorted(int(f.parent.name) for f in self.path.glob(f"*/{STATE_FILE}") if f.parent.name.isdigit())
         return [{"step": step, "sha256": self._state_sha256(step)} for step in steps]
 
     @property
@@ -174,7 +182,7 @@ class CheckpointFolder:
 
     def _pointed(self) -> list[dict[str, Any]] | None:
         try:
-            table = json.loads((self.path / POINTER).read_text(encoding="utf8"))
+            table = json.loads((self.path / POINTER_FILE).read_text(encoding="utf8"))
             return [{"step": int(e["step"]), "sha256": str(e["sha256"])} for e in table["checkpoints"]]
         except FileNotFoundError:
             return []
@@ -182,7 +190,7 @@ class CheckpointFolder:
             return None
 
     def _state_sha256(self, step: int) -> str:
-        return sha256_file(self.folder(step) / STATE)
+        return sha256_file(self.folder(step) / STATE_FILE)
 
     def load(self, step: int, sha256: str | None) -> Snapshot:
         """Read one checkpoint after checking every byte of it and what it belongs to.
@@ -193,16 +201,16 @@ class CheckpointFolder:
 
         Raises:
             Damaged: a file is missing, cut or altered.
-            IncompatibleError: it belongs to another run, or holds other tensors than `like`.
+            IncompatibleError: it belongs to another run.
         """
         folder = self.folder(step)
         state = self._state(folder, sha256)
         for key in sorted({*self.identity, *state["identity"]}):
-            ours, theirs = self.identity.get(key), state["identity"].get(key)
+            ours, theirs = self.identity.get(key, UNSET), state["identity"].get(key, UNSET)
             if ours != theirs:
                 raise IncompatibleError(
                     f"the checkpoint {folder} was made with {key} = {theirs}, this run has {key} = {ours}; restore the "
-                    "former, or give the recipe another name to start anew"
+                    "former, or give the recipe another name to start from the beginning"
                 )
         tensors: dict[str, dict[str, torch.Tensor]] = {"masters": {}, "moments": {}, "coverage": {}}
         try:
@@ -218,9 +226,9 @@ class CheckpointFolder:
 
     def _state(self, folder: Path, sha256: str | None) -> dict[str, Any]:
         try:
-            if sha256 is not None and sha256_file(folder / STATE) != sha256:
-                raise Damaged(f"{folder / STATE} is altered or cut")
-            state = json.loads((folder / STATE).read_text(encoding="utf8"))
+            if sha256 is not None and sha256_file(folder / STATE_FILE) != sha256:
+                raise Damaged(f"{folder / STATE_FILE} is altered or cut")
+            state = json.loads((folder / STATE_FILE).read_text(encoding="utf8"))
             if state["format"] != FORMAT:
                 raise IncompatibleError(
                     f"the checkpoint {folder} has format {state['format']}, this version reads {FORMAT}; use the "
@@ -229,6 +237,142 @@ class CheckpointFolder:
             return {key: dict(state[key]) for key in ("identity", "progress", "sha256")}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{folder}: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class StoredCheckpoints:
+    """The checkpoints of one run in the object store."""
+
+    store: Store
+    keys: RunKeys
+
+    def saved(self) -> list[SavedStep]:
+        """What can be resumed from, oldest first."""
+        below = self.keys.checkpoints
+        names = [listed.key for listed in self.store.list(below) if "/" not in listed.key.removeprefix(below)]
+        found = (self.store.find_record(name, SavedStep) for name in names)
+        return sorted((record for record in found if record is not None), key=lambda record: record.step)
+
+    def upload(self, folder: Path, progress: Progress, keep: int) -> None:
+        """Store a checkpoint folder, then its manifest, then remove all but the last `keep` and the best."""
+        step = progress.step
+        files = [
+            self.store.upload(self.keys.checkpoint_file(step, file.name), file) for file in sorted(folder.iterdir())
+        ]
+        self.store.put_record(self.keys.saved_step(step), SavedStep(run=self.keys.run, step=step, files=tuple(files)))
+        for old in [saved for saved in self.saved() if saved.step < step][: -keep + 1 or None]:
+            if old.step != progress.best_step:
+                self._remove(old)
+
+    def download(self, saved: SavedStep, folder: Path) -> None:
+        """Bring a checkpoint to `folder`, which appears only when every file is right."""
+        aside = folder.with_name(f".fetching-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for stored in saved.files:
+            self.store.download(stored, aside / Path(stored.key).name)
+        place(aside, folder)
+
+    def clear(self) -> None:
+        """Remove everything; the run is finished."""
+        for saved in self.saved():
+            self._remove(saved)
+        for listed in list(self.store.list(self.keys.checkpoints)):
+            self.store.delete(listed.key)
+
+    def _remove(self, saved: SavedStep) -> None:
+        self.store.delete(self.keys.saved_step(saved.step))  # first: it names the others
+        for stored in saved.files:
+            self.store.delete(stored.key)
+
+
+def state_file(saved: SavedStep) -> StoredObject:
+    """The object that says what a stored checkpoint was made from."""
+    return next(file for file in saved.files if file.key.endswith(f"/{STATE_FILE}"))
+
+
+class RunRecorder:
+    """What the lead rank keeps of a run: metrics as JSON lines, checkpoints on this disk and in the store."""
+
+    def __init__(
+        self, folder: CheckpointFolder, stored: StoredCheckpoints, metrics: Path, steps_done: int, on_step: OnStep
+    ) -> None:
+        self._folder = folder
+        self._stored = stored
+        self._metrics = MetricsFile(metrics, steps_done)
+        self._on_step = on_step
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write the line and show it."""
+        self._metrics.write(metrics)
+        self._on_step(metrics)
+
+    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> bool:
+        """Write a checkpoint, or leave it out if the one before is slow; a failed write of that one is raised here."""
+        if self._writing is not None and not wait([self._writing], PATIENCE_S).done:
+            log.warning("no checkpoint after step %d: the one before is still being written", progress.step)
+            return False
+        self.flush()
+        snapshot = Snapshot(progress, *state(), coverage)
+        self._writing = self._thread.submit(self._write, snapshot, self._metrics.flush())
+        return True
+
+    def flush(self) -> None:
+        """Wait for the checkpoint on its way.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """End the thread and close the metrics file."""
+        self._thread.shutdown()
+        self._metrics.flush()
+        self._metrics.close()
+
+    def _write(self, snapshot: Snapshot, metrics_bytes: int) -> None:
+        folder = self._folder.save(snapshot, self._metrics.path, metrics_bytes)
+        try:
+            self._stored.upload(folder, snapshot.progress, self._folder.keep)
+        except StorageError as error:
+            log.warning("the checkpoint of step %d is on this disk only: %s", snapshot.progress.step, error)
+
+
+def resume(folder: CheckpointFolder, stored: StoredCheckpoints, metrics: Path) -> Snapshot | None:
+    """The newest usable checkpoint of this disk or the store, and its metrics file put in place; None: there is none.
+
+    Raises:
+        IncompatibleError: the newest one belongs to something else.
+    """
+    if folder.pointer_is_damaged:
+        log.warning("%s cannot be read; every checkpoint next to it is tried, newest first", folder.path / POINTER_FILE)
+    candidates = _candidates(folder, stored)
+    for candidate in candidates:
+        snapshot = _usable(folder, stored, candidate, "trying the one before")
+        if snapshot is not None:
+            step = snapshot.progress.step
+            metrics.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder.folder(step) / METRICS_FILE, metrics)
+            log.info("continuing from the checkpoint of step %d", step)
+            return snapshot
+    if candidates:
+        log.warning("none of %d checkpoints can be used; training starts from the beginning", len(candidates))
+    return None
+
+
+def saved_at(folder: CheckpointFolder, stored: StoredCheckpoints, step: int) -> Snapshot | None:
+    """The checkpoint of one step, from this disk or the store; None where neither has it whole."""
+    for candidate in _candidates(folder, stored):
+        if candidate.step == step:
+            snapshot = _usable(folder, stored, candidate, "looking elsewhere")
+            if snapshot is not None:
+                return snapshot
+    return None
 
 
 def require_tensors(
@@ -245,24 +389,31 @@ def require_tensors(
             if shapes[0] != shapes[1]:
                 raise IncompatibleError(
                     f"the checkpoint's {kind} {name} has shape {shapes[1]}, this run's {shapes[0]} (None: absent); "
-                    "restore the checkpoint or give the recipe another name to start anew"
+                    "restore the checkpoint or give the recipe another name to start from the beginning"
                 )
 
 
-def _parts(snapshot: Snapshot) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    for kind, tensors in (("masters", snapshot.masters), ("moments", snapshot.moments)):
-        group: dict[str, torch.Tensor] = {}
-        number = size = 0
-        for name in sorted(tensors):
-            if group and size + tensors[name].nbytes > PART_BYTES:
-                yield f"{kind}-{number:03d}.safetensors", group
-                group, size, number = {}, 0, number + 1
-            group[name] = tensors[name].detach().contiguous()
-            size += tensors[name].nbytes
-        yield f"{kind}-{number:03d}.safetensors", group
-    yield "coverage.safetensors", {"coverage": snapshot.coverage.contiguous()}
+class _Candidate(NamedTuple):
+    step: int
+    sha256: str
+    saved: SavedStep | None
+    """None: on this disk."""
 
 
-def _remove_aside(path: Path) -> None:
-    for left in path.glob(".saving-*"):
-        shutil.rmtree(left)
+def _candidates(folder: CheckpointFolder, stored: StoredCheckpoints) -> list[_Candidate]:
+    """Newest first, and of one step this disk's before the store's."""
+    local = [_Candidate(entry["step"], entry["sha256"], None) for entry in folder.entries()]
+    remote = [_Candidate(saved.step, state_file(saved).sha256, saved) for saved in stored.saved()]
+    return sorted([*remote, *local], key=lambda c: (c.step, c.saved is None), reverse=True)
+
+
+def _usable(
+    folder: CheckpointFolder, stored: StoredCheckpoints, candidate: _Candidate, otherwise: str
+) -> Snapshot | None:
+    try:
+        if candidate.saved is not None:
+            stored.download(candidate.saved, folder.folder(candidate.step))
+        return folder.load(candidate.step, candidate.sha256)
+    except (Damaged, ObjectCorrupt, ObjectMissing) as error:
+        log.warning("the checkpoint of step %d cannot be used (%s); %s", candidate.step, error, otherwise)
+        return None

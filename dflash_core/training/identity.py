@@ -9,37 +9,23 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from dflash_core import TRAINING_VERSION
-from dflash_core.drafter.folder import CONFIG_FILE, read_config
-from dflash_core.drafter.runs import checkpoint_key
+from dflash_core.drafter.folder import read_config
 from dflash_core.errors import IncompatibleError, ObjectMissing
-from dflash_core.recipe import Recipe
+from dflash_core.local_files import sha256_file
+from dflash_core.recipe import Recipe, settings_hash
 from dflash_core.records import DrafterCheckpoint, TrainingSet
-from dflash_core.storage.store import Store
-from dflash_core.storage.transfers import sha256_file
-from dflash_core.training.checkpoint import STATE, CheckpointFolder
+from dflash_core.storage.layout import CONFIG_FILE, RUNS, RunKeys
+from dflash_core.storage.s3 import Store
+from dflash_core.training.checkpoint import STATE_FILE, UNSET, CheckpointFolder, StoredCheckpoints, state_file
 from dflash_core.training.placement import RankPlacement
-from dflash_core.training.recorder import RemoteCheckpoints
+from dflash_core.workspace import Workspace
 
-NOT_IN_NAME = {
-    "placement",
-    "batch_rows",
-    "accumulation",
-    "vocabulary_chunk_rows",
-    "gradient_checkpointing",
-    "validate_every_steps",
-    "validation_rows",
-    "acceptance_every_steps",
-    "acceptance_prompts",
-    "trackers",
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "skips_before_stop",
-    "max_bad_row_share",
-}
-"""Settings that change how a step is computed or watched, not what it computes; rows a step enter as a product."""
+LOCAL_RUNS = "drafter_checkpoint"
+"""Folder of storage.work_dir with one folder for each run."""
+CHECKPOINTS = "checkpoints"
+"""Of a run's folder: the local ones."""
 
 
 def run_name(recipe: Recipe, training_set: TrainingSet, target_fingerprint: str) -> str:
@@ -48,67 +34,60 @@ def run_name(recipe: Recipe, training_set: TrainingSet, target_fingerprint: str)
     Raises:
         IncompatibleError: the drafter to start from cannot be read.
     """
-    warm_start = recipe.drafter.warm_start
-    parts = {
-        "code_version": TRAINING_VERSION,
-        "seed": recipe.seed,
-        "training_set": training_set.hash,
-        "target": target_fingerprint,
-        "target_layers": [recipe.target.layer_ids, recipe.target.layers, recipe.target.dtype],
-        "drafter": recipe.drafter.model_dump(mode="json", exclude={"warm_start"}),
-        "warm_start": None if warm_start is None else _folder_sha256(warm_start),
-        "training": recipe.training.model_dump(mode="json", exclude=NOT_IN_NAME),
-        "step_rows": recipe.training.batch_rows
-        * recipe.training.accumulation
-        * len(recipe.training.placement.drafters),
-        "gamma": recipe.gamma,
-    }
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    digest = settings_hash(
+        recipe.settings_for("weights"),
+        {
+            "code_version": TRAINING_VERSION,
+            "training_set": training_set.hash,
+            "target": target_fingerprint,
+            "warm_start": _warm_start(recipe),
+        },
+    )
     return f"{recipe.name}-{digest[:12]}"
 
 
 def identity(
     recipe: Recipe, training_set: TrainingSet, target_fingerprint: str, placement: RankPlacement
 ) -> dict[str, str]:
-    """What a checkpoint is made from, field by field; a resume with any other is refused."""
-    warm_start = recipe.drafter.warm_start
-    sections: dict[str, Mapping[str, Any]] = {
-        "target": {key: getattr(recipe.target, key) for key in ("layer_ids", "layers", "dtype")},
-        "drafter": recipe.drafter.model_dump(mode="json", exclude={"warm_start"}),
-        "training": recipe.training.model_dump(mode="json", exclude=NOT_IN_NAME - {"batch_rows", "accumulation"}),
+    """What a checkpoint is made from, field by field; a resume with any other is refused.
+
+    Besides what changes the weights it holds how a step is shared out: sums in another order round differently.
+    """
+    settings = recipe.settings_for("weights") | {
+        "training.batch_rows": recipe.training.batch_rows,
+        "training.accumulation": recipe.training.accumulation,
     }
     return {
         "code_version": TRAINING_VERSION,
         "training_set": training_set.hash,
         "target and tokenizer": target_fingerprint,
-        "seed": str(recipe.seed),
         "drafters (ranks)": str(placement.ranks),
-        "drafter.warm_start": "none" if warm_start is None else _folder_sha256(warm_start),
-        **{f"{name}.{key}": json.dumps(value) for name, table in sections.items() for key, value in table.items()},
+        "drafter.warm_start": _warm_start(recipe),
+        **{name: json.dumps(value) for name, value in settings.items()},
     }
 
 
-def refuse_changed_recipe(recipe: Recipe, store: Store, run: str, ours: Mapping[str, str]) -> None:
-    """Refuse to start beside an unfinished run of this recipe and training set that other settings began.
+def refuse_changed_recipe(workspace: Workspace, run: str, ours: Mapping[str, str]) -> None:
+    """Refuse to start next to an unfinished run of this recipe and training set that other settings began.
 
-    A recipe that was edited, a target that was replaced or another number of ranks would else start at step 0 in
-    silence, and the days that the other run took would be forgotten.
+    A recipe that was edited, a target that was replaced or another number of ranks would otherwise start at step 0
+    without a word, and the days that the other run took would be forgotten.
 
     Raises:
         IncompatibleError: naming run, step, and each field that differs with both values.
     """
-    folders = recipe.storage.work_dir / "drafter_checkpoint"
-    for other, step, theirs in (*_on_disk(folders, recipe.name), *_in_store(store, recipe.name)):
+    name, store, folders = workspace.recipe.name, workspace.derived, workspace.work_dir / LOCAL_RUNS
+    for other, step, theirs in (*_on_disk(folders, name), *_in_store(store, name)):
         if other == run or theirs.get("training_set") != ours["training_set"]:
             continue
-        if store.find_record(checkpoint_key(other), DrafterCheckpoint) is not None:
+        if store.find_record(RunKeys(other).manifest, DrafterCheckpoint) is not None:
             continue
         differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
-        fields = ", ".join(f"{key} = {theirs.get(key)} (now {ours.get(key)})" for key in differing)
+        fields = ", ".join(f"{key} = {theirs.get(key, UNSET)} (now {ours.get(key, UNSET)})" for key in differing)
         raise IncompatibleError(
-            f"run {other} of recipe {recipe.name!r} stopped at step {step} and was made with {fields}; restore that to "
-            f"continue it, or give the recipe another name to start anew (or delete {folders / other} and "
-            f"{store.uri(f'drafter_checkpoint/{other}/')})"
+            f"run {other} of recipe {name!r} stopped at step {step} and was made with {fields}; restore that to "
+            f"continue it, or give the recipe another name to start from the beginning (or delete {folders / other} "
+            f"and {store.uri(RunKeys(other).folder)})"
         )
 
 
@@ -119,31 +98,34 @@ Found = tuple[str, int, dict[str, str]]
 def _on_disk(folders: Path, name: str) -> Iterator[Found]:
     for folder in sorted(folders.glob(f"{name}-*")):
         if _is_run_of(name, folder.name):
-            checkpoints = CheckpointFolder(folder / "checkpoints")
+            checkpoints = CheckpointFolder(folder / CHECKPOINTS)
             for entry in checkpoints.entries()[-1:]:
                 try:
-                    body = (checkpoints.folder(entry["step"]) / STATE).read_text(encoding="utf8")
+                    body = (checkpoints.folder(entry["step"]) / STATE_FILE).read_text(encoding="utf8")
                     yield folder.name, entry["step"], dict(json.loads(body)["identity"])
                 except (OSError, ValueError, KeyError):
                     continue  # damaged: nothing that could be continued
 
 
 def _in_store(store: Store, name: str) -> Iterator[Found]:
-    listed = {key.split("/")[1] for key, _, _ in store.list(f"drafter_checkpoint/{name}-")}
+    listed = {found.key.removeprefix(RUNS).split("/")[0] for found in store.list(f"{RUNS}{name}-")}
     for run in sorted(other for other in listed if _is_run_of(name, other)):
-        for saved in RemoteCheckpoints(store, run).saved()[-1:]:
-            for stored in (file for file in saved.files if file.key.endswith(f"/{STATE}")):
-                try:
-                    yield run, saved.step, dict(json.loads(store.read(stored))["identity"])
-                except (ObjectMissing, ValueError, KeyError):
-                    continue
+        for saved in StoredCheckpoints(store, RunKeys(run)).saved()[-1:]:
+            try:
+                yield run, saved.step, dict(json.loads(store.read(state_file(saved)))["identity"])
+            except (ObjectMissing, ValueError, KeyError):
+                continue
 
 
 def _is_run_of(name: str, run: str) -> bool:
     return re.fullmatch(re.escape(name) + "-[0-9a-f]{12}", run) is not None
 
 
-def _folder_sha256(folder: Path) -> str:
+def _warm_start(recipe: Recipe) -> str:
+    """sha256 over the drafter to start from, or "none"."""
+    folder = recipe.drafter.warm_start
+    if folder is None:
+        return "none"
     read_config(folder)
     files = [folder / CONFIG_FILE, *sorted(folder.glob("*.safetensors"))]
     return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()

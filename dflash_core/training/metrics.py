@@ -1,12 +1,10 @@
-"""What a step reports: one record, written as a JSON line and handed to whoever shows progress."""
+"""What a step reports: one record, written as a JSON line and handed to whoever shows progress; without torch."""
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from dflash_core.records import Record
-from dflash_core.training.step import Sums
 
 SMOOTHING = 0.9
 
@@ -38,10 +36,28 @@ class StepMetrics(Record):
     held_out_accepted_prefix: float | None = None
     """Both after steps that validate."""
     acceptance_length: float | None = None
-    """By draft-and-verify decoding of a few held-out prompts, after steps that probe."""
+    """By draft-and-verify decoding of a few held-out prompts, after steps that measure it."""
+
+    def scalars(self) -> dict[str, float]:
+        """Every number by its name in trackers; what the step did not measure is absent."""
+        single = {
+            "train/loss": self.loss,
+            "train/accepted_prefix": self.accepted_prefix,
+            "train/grad_norm": self.grad_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/bad_rows": self.bad_rows,
+            "train/skipped": int(self.skipped),
+            "held_out/loss": self.held_out_loss,
+            "held_out/accepted_prefix": self.held_out_accepted_prefix,
+            "held_out/acceptance_length": self.acceptance_length,
+            "speed/tokens_per_s": self.tokens_per_s,
+            "speed/waiting_share": self.waiting_share,
+        }
+        slots = {f"slot_accuracy/{slot:02d}": share for slot, share in enumerate(self.slot_accuracy, 1)}
+        return {name: float(value) for name, value in {**single, **slots}.items() if value is not None}
 
 
-Report = Callable[[StepMetrics], None]
+OnStep = Callable[[StepMetrics], None]
 """Takes each step once its outcome is known."""
 
 
@@ -64,16 +80,6 @@ class Clock:
     def eta_s(self, steps_left: int) -> float:
         """Seconds until the end at the smoothed speed."""
         return (self._step_s or 0.0) * steps_left
-
-
-def accepted_prefix(sums: Sums) -> float:
-    """Joint accepted prefix plus one."""
-    return 1.0 + (sums.prefix / sums.blocks if sums.blocks else 0.0)
-
-
-def mean_loss(sums: Sums) -> float:
-    """Weighted mean cross-entropy, NaN where nothing was supervised."""
-    return sums.loss / sums.weight if sums.weight else math.nan
 
 
 class MetricsFile:

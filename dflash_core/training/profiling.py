@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dflash_core.training.metrics import Report, StepMetrics
+from dflash_core.training.metrics import OnStep, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ SKIPPED, TRACED = 4, 4
 
 
 @contextmanager
-def profiled(trace: Path) -> Iterator[Report]:
+def profiled(trace: Path) -> Iterator[OnStep]:
     """Trace the steps that the yielded function is told of; writes a Chrome trace, gzipped, and logs the shares.
 
     Where there are too few steps for that, a warning says so.
@@ -48,12 +48,17 @@ def profiled(trace: Path) -> Iterator[Report]:
 
         yield step
     if done <= SKIPPED:
-        log.warning(
-            "no trace was written: this training had %d steps left and a trace begins after the first %d; give the "
-            "recipe another name to train anew",
-            done,
-            SKIPPED,
-        )
+        warn_of_no_trace(done)
+
+
+def warn_of_no_trace(steps: int) -> None:
+    """Say that this training had only so many steps left, too few for a trace."""
+    log.warning(
+        "no trace was written: this training had %d steps left and a trace begins after the first %d; give the "
+        "recipe another name to train from the beginning",
+        steps,
+        SKIPPED,
+    )
 
 
 def shares(profiler: profile) -> dict[str, float] | None:

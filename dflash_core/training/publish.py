@@ -13,49 +13,99 @@ from typing import Any, Literal
 import torch
 
 from dflash_core.drafter.config import DrafterConfig
-from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, save_drafter
-from dflash_core.drafter.runs import LATEST, checkpoint_key
+from dflash_core.drafter.folder import save_drafter
 from dflash_core.records import DrafterCheckpoint, FileCoverage, RunPointer
-from dflash_core.storage.store import Store
-from dflash_core.storage.transfers import upload_file
-from dflash_core.training.checkpoint import METRICS, CheckpointFolder, Progress
-from dflash_core.training.curve import learning_curve
-from dflash_core.training.recorder import RemoteCheckpoints, saved_at
+from dflash_core.reports.plots import learning_curve
+from dflash_core.storage.layout import CONFIG_FILE, CURVE_FILE, LATEST_RUN, METRICS_FILE, WEIGHTS_FILE, RunKeys
+from dflash_core.storage.s3 import Store
+from dflash_core.training.checkpoint import CheckpointFolder, Progress, StoredCheckpoints, saved_at
 from dflash_core.training.step import COVERAGE_COLUMNS
 
 log = logging.getLogger(__name__)
 
-CURVE = "learning_curve.png"
-CHECKPOINTS = "checkpoints"
-"""Of a run's folder: the local ones."""
-
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Where a run keeps what it writes."""
+    """What a run writes, on this disk and in the store."""
 
     store: Store
-    run: str
+    keys: RunKeys
     folder: Path
     checkpoints: CheckpointFolder
-    remote: RemoteCheckpoints
+
+    @property
+    def stored_checkpoints(self) -> StoredCheckpoints:
+        """Those in the store."""
+        return StoredCheckpoints(self.store, self.keys)
 
     @property
     def metrics(self) -> Path:
         """JSON lines, one a step."""
-        return self.folder / METRICS
+        return self.folder / METRICS_FILE
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """A finished training."""
 
     progress: Progress
     config: DrafterConfig
     masters: dict[str, torch.Tensor]
-    published_step: int
+    """Of the last step."""
     coverage: torch.Tensor
     """[F, 6] over all ranks."""
+
+
+def publish_run(
+    files: RunFiles,
+    made_from: dict[str, Any],
+    result: TrainingResult,
+    partitions: list[str],
+    publish: Literal["last", "best"],
+) -> DrafterCheckpoint:
+    """Upload weights, config and metrics, then the manifest that names them, then the pointer to it.
+
+    Args:
+        files: of the run.
+        made_from: fields of the manifest that say what the drafter was made from.
+        result: what training gave.
+        partitions: [F] of the training set.
+        publish: which weights.
+    """
+    store, keys, progress = files.store, files.keys, result.progress
+    step, masters = choose_weights(publish, files, progress, result.masters)
+    final = files.folder / "final"
+    final.mkdir(exist_ok=True)
+    save_drafter(final, result.config, masters, torch.float32, shard_bytes=1 << 62)
+    (final / CURVE_FILE).write_bytes(learning_curve(files.metrics))
+    last = step == progress.step
+    checkpoint = DrafterCheckpoint(
+        **made_from,
+        steps=progress.step,
+        train_s=progress.train_s,
+        final_loss=progress.final_loss,
+        held_out_accepted_prefix=progress.held_out_accepted_prefix if last else progress.best_accepted_prefix,
+        weights=store.upload(keys.weights, final / WEIGHTS_FILE),
+        config=store.upload(keys.config, final / CONFIG_FILE),
+        metrics=store.upload(keys.metrics, files.metrics),
+        curve=store.upload(keys.curve, final / CURVE_FILE),
+        coverage=_coverage(result.coverage, partitions),
+        skipped_steps=progress.skipped_steps,
+        skipped_rows=progress.skipped_rows,
+        published_step=step,
+        best_step=progress.best_step,
+        best_accepted_prefix=progress.best_accepted_prefix,
+    )
+    store.put_record(keys.manifest, checkpoint)
+    settle_finished(files)
+    return checkpoint
+
+
+def settle_finished(files: RunFiles) -> None:
+    """Name a finished run the latest and remove the checkpoints it no longer needs, as far as that is still to do."""
+    files.store.put_record(LATEST_RUN, RunPointer(run=files.keys.run))
+    files.stored_checkpoints.clear()
+    shutil.rmtree(files.checkpoints.path, ignore_errors=True)
 
 
 def choose_weights(
@@ -71,52 +121,11 @@ def choose_weights(
         progress.step,
         progress.held_out_accepted_prefix,
     )
-    best = saved_at(files.checkpoints, files.remote, progress.best_step) if publish == "best" else None
+    best = saved_at(files.checkpoints, files.stored_checkpoints, progress.best_step) if publish == "best" else None
     if best is None:
         log.warning('the last one is published (training.publish = "%s")', publish)
         return progress.step, last
     return progress.best_step, best.masters
-
-
-def publish_run(
-    files: RunFiles, made_from: dict[str, Any], outcome: Outcome, partitions: list[str]
-) -> DrafterCheckpoint:
-    """Upload weights, config and metrics, then the manifest that names them, then the pointer to it."""
-    below = f"drafter_checkpoint/{files.run}/"
-    final = files.folder / "final"
-    final.mkdir(exist_ok=True)
-    save_drafter(final, outcome.config, outcome.masters, torch.float32, shard_bytes=1 << 62)
-    curve = final / CURVE
-    curve.write_bytes(learning_curve(files.metrics))
-    progress = outcome.progress
-    last = outcome.published_step == progress.step
-    checkpoint = DrafterCheckpoint(
-        **made_from,
-        steps=progress.step,
-        train_s=progress.train_s,
-        final_loss=progress.final_loss,
-        held_out_accepted_prefix=progress.held_out_accepted_prefix if last else progress.best_accepted_prefix,
-        weights=upload_file(files.store, below + WEIGHTS_FILE, final / WEIGHTS_FILE),
-        config=upload_file(files.store, below + CONFIG_FILE, final / CONFIG_FILE),
-        metrics=upload_file(files.store, below + METRICS, files.metrics),
-        curve=upload_file(files.store, below + CURVE, curve),
-        coverage=_coverage(outcome.coverage, partitions),
-        skipped_steps=progress.skipped_steps,
-        skipped_rows=progress.skipped_rows,
-        published_step=outcome.published_step,
-        best_step=progress.best_step,
-        best_accepted_prefix=progress.best_accepted_prefix,
-    )
-    files.store.put_record(checkpoint_key(files.run), checkpoint)
-    files.store.put_record(LATEST, RunPointer(run=files.run))
-    clear_checkpoints(files.remote, files.checkpoints.path)
-    return checkpoint
-
-
-def clear_checkpoints(remote: RemoteCheckpoints, local: Path) -> None:
-    """Remove what a finished run no longer needs; where nothing is left, nothing happens."""
-    remote.clear()
-    shutil.rmtree(local, ignore_errors=True)
 
 
 def _coverage(sums: torch.Tensor, partitions: list[str]) -> tuple[FileCoverage, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.errors import RecipeError
-from dflash_core.training.metrics import Report, StepMetrics
+from dflash_core.training.metrics import OnStep, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ CLOSING_S = 30.0
 
 
 @contextmanager
-def open_trackers(names: Sequence[str], run: str, folder: Path, steps_done: int) -> Iterator[Report]:
+def open_trackers(names: Sequence[str], run: str, folder: Path, steps_done: int) -> Iterator[OnStep]:
     """A function that sends a step to each tracker.
 
     Args:
@@ -43,30 +43,11 @@ def open_trackers(names: Sequence[str], run: str, folder: Path, steps_done: int)
         trackers = [stack.enter_context(_TRACKERS[name](run, folder, steps_done)) for name in names]
 
         def track(metrics: StepMetrics) -> None:
-            values = scalars(metrics)
+            values = metrics.scalars()
             for tracker in trackers:
                 tracker(values, metrics.step)
 
         yield track
-
-
-def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Every number of a step by its name in trackers; what the step did not measure is absent."""
-    single = {
-        "train/loss": metrics.loss,
-        "train/accepted_prefix": metrics.accepted_prefix,
-        "train/grad_norm": metrics.grad_norm,
-        "train/learning_rate": metrics.learning_rate,
-        "train/bad_rows": metrics.bad_rows,
-        "train/skipped": int(metrics.skipped),
-        "held_out/loss": metrics.held_out_loss,
-        "held_out/accepted_prefix": metrics.held_out_accepted_prefix,
-        "held_out/acceptance_length": metrics.acceptance_length,
-        "speed/tokens_per_s": metrics.tokens_per_s,
-        "speed/waiting_share": metrics.waiting_share,
-    }
-    slots = {f"slot_accuracy/{slot:02d}": share for slot, share in enumerate(metrics.slot_accuracy, 1)}
-    return {name: float(value) for name, value in {**single, **slots}.items() if value is not None}
 
 
 Log = Callable[[dict[str, float], int], None]

@@ -1,73 +1,30 @@
 """The training loop: micro-batches in, metrics and checkpoints out. Read `Trainer.run`; the rest is one hop away.
 
-The trade-off: the outcome of a step is read when a micro-batch of the next one is on its way, so that the host neither
-waits for a device it leaves without work nor gives work without end to one that waits for a rank that is dead; before a
-checkpoint, a validation or the end everything is read.
+Read step n's sums only after queuing a micro-batch of step n + 1: a device never idles while the host looks at a
+number, and a dead peer stops us after one step. Before a checkpoint, a validation or the end everything is read.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import distributed
 
 from dflash_core.batches.loader import Batch, Loader, Prefetch
 from dflash_core.batches.order import Rows
 from dflash_core.errors import TrainingStopped, UserError
-from dflash_core.recipe import Training
-from dflash_core.training.checkpoint import Progress
-from dflash_core.training.feed import FeatureFeed, Preparation, Work, prepare
-from dflash_core.training.metrics import Clock, StepMetrics, accepted_prefix, mean_loss
-from dflash_core.training.probing import Probe
-from dflash_core.training.schedule import learning_rate
-from dflash_core.training.step import Learner, Outcome, Sums
+from dflash_core.recipe import TrainingSettings
+from dflash_core.training.checkpoint import Progress, RunRecorder
+from dflash_core.training.features import FeatureFeed, Preparation, PreparedBatch, prepare
+from dflash_core.training.job import StopRequest
+from dflash_core.training.metrics import Clock, StepMetrics
+from dflash_core.training.step import Learner, Outcome, StepSums, learning_rate
 
 PREFETCH = 4
 BAD_ROWS_TOLERATED = 16
 """Fewer than this never end a run, whatever share they are."""
-
-
-class StopRequest:
-    """Asks the loop to end after the step it is in; from a signal handler, or through a file from another process."""
-
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
-        self._asked = False
-
-    @property
-    def asked(self) -> bool:
-        """Whether somebody asked."""
-        return self._asked or (self._file is not None and self._file.exists())
-
-    def ask(self) -> None:
-        """End after this step."""
-        self._asked = True
-        if self._file is not None:
-            self._file.touch()
-
-
-State = Callable[[], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
-"""Makes copies of masters and moments, see `Learner.state`."""
-
-
-class Recorder(Protocol):
-    """What the lead rank does with metrics and checkpoints."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Record a step."""
-
-    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> bool:
-        """Write a checkpoint, unless the one before is still being written; returns soon, others wait in a step."""
-
-    def flush(self) -> None:
-        """Return when the last checkpoint is safe."""
-
-    def close(self) -> None:
-        """Let go of files and threads."""
 
 
 class Pending(NamedTuple):
@@ -82,12 +39,12 @@ class Pending(NamedTuple):
 class Measured(NamedTuple):
     """What was measured on held-out rows after a step; None: nothing was."""
 
-    held_out: Sums | None
+    held_out: StepSums | None
     acceptance_length: float | None
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingData:
     """Where a rank's micro-batches come from."""
 
     loader: Loader
@@ -97,8 +54,8 @@ class Data:
     held_out_rows: Rows
     """All that training never sees, of every rank."""
 
-    def works(self, batches: Iterable[Batch]) -> Iterator[Work]:
-        """Prepared micro-batches."""
+    def prepared(self, batches: Iterable[Batch]) -> Iterator[PreparedBatch]:
+        """Micro-batches with all that the host can say about them."""
         return (prepare(batch, self.preparation) for batch in batches)
 
 
@@ -107,21 +64,30 @@ class Trainer:
 
     def __init__(
         self,
-        training: Training,
-        data: Data,
+        training: TrainingSettings,
+        data: TrainingData,
         feed: FeatureFeed,
         learner: Learner,
-        recorder: Recorder,
         steps: int,
-        probe: Probe | None = None,
+        recorder: RunRecorder | None,
+        probe: Callable[[], float] | None = None,
     ) -> None:
-        """`probe`: the lead's, which measures the acceptance length every `acceptance_every_steps`; None: nobody's."""
+        """
+        Args:
+            training: the recipe's table.
+            data: this rank's.
+            feed: this rank's targets.
+            learner: this rank's drafter.
+            steps: the last optimizer step.
+            recorder: the lead's; None on the other ranks.
+            probe: the lead's, which measures the acceptance length every `acceptance_every_steps`; None: nobody's.
+        """
         self.training = training
         self.data = data
         self.feed = feed
         self.learner = learner
-        self.recorder = recorder
         self.steps = steps
+        self.recorder = recorder
         self.probe = probe
         self.progress = Progress()
         self._pending: deque[Pending] = deque()
@@ -138,19 +104,20 @@ class Trainer:
         self.progress = progress
         self._await_lead()
         batches = self.data.loader.batches(progress.step, self.steps)
-        with Prefetch(self.data.works(batches), PREFETCH) as works:
-            for work, features in self.feed.feed(works):
+        with Prefetch(self.data.prepared(batches), PREFETCH) as prefetch:
+            for prepared, features in self.feed.feed(prefetch):
+                batch = prepared.batch
                 if features is not None:
-                    self.learner.accumulate(work, features)
-                if not work.batch.last:
-                    self._read(0, works.waited_s)
+                    self.learner.accumulate(prepared, features)
+                if not batch.last:
+                    self._read(0, prefetch.waited_s)
                     continue
-                rate = learning_rate(work.batch.step, self.steps, self.training)
+                rate = learning_rate(batch.step, self.steps, self.training)
                 outcome = self.learner.update(rate, stop.asked)
-                self._pending.append(Pending(work.batch.step, work.batch.epoch, rate, outcome))
+                self._pending.append(Pending(batch.step, batch.epoch, rate, outcome))
                 # One rank need not agree with others, so it need not wait for its own flag to come back.
                 self._stop_agreed = self._stop_agreed or (self.learner.ranks == 1 and stop.asked)
-                self._after_step(work.batch.step + 1, works.waited_s)
+                self._after_step(batch.step + 1, prefetch.waited_s)
         return self.progress
 
     def _after_step(self, done: int, waited_s: float) -> None:
@@ -183,7 +150,7 @@ class Trainer:
             acceptance = self.measure_acceptance() if probe and last else None
             self._advance(pending, sums, Measured(held_out, acceptance), waited_s)
 
-    def _advance(self, pending: Pending, sums: Sums, measured: Measured, waited_s: float) -> None:
+    def _advance(self, pending: Pending, sums: StepSums, measured: Measured, waited_s: float) -> None:
         """Enter a finished step into progress and metrics.
 
         Raises:
@@ -202,18 +169,18 @@ class Trainer:
             consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
             skipped_rows=before.skipped_rows + int(sums.bad_rows),
             train_s=before.train_s + seconds,
-            final_loss=before.final_loss if skipped else mean_loss(sums),
-            held_out_loss=mean_loss(held_out) if held_out else before.held_out_loss,
-            held_out_accepted_prefix=accepted_prefix(held_out) if held_out else before.held_out_accepted_prefix,
+            final_loss=before.final_loss if skipped else sums.mean_loss,
+            held_out_loss=held_out.mean_loss if held_out else before.held_out_loss,
+            held_out_accepted_prefix=held_out.accepted_prefix if held_out else before.held_out_accepted_prefix,
             validated_step=done if held_out else before.validated_step,
         )
-        self.recorder.step(
-            StepMetrics(
+        if self.recorder is not None:
+            metrics = StepMetrics(
                 step=done,
                 steps=self.steps,
                 epoch=pending.epoch,
-                loss=None if skipped else mean_loss(sums),
-                accepted_prefix=accepted_prefix(sums),
+                loss=None if skipped else sums.mean_loss,
+                accepted_prefix=sums.accepted_prefix,
                 slot_accuracy=tuple(h / max(1.0, n) for h, n in zip(sums.slot_hits, sums.slot_counts, strict=True)),
                 learning_rate=pending.learning_rate,
                 grad_norm=None if skipped else sums.grad_norm,
@@ -224,14 +191,14 @@ class Trainer:
                 tokens_per_s=sums.tokens / seconds,
                 waiting_share=waiting,
                 eta_s=self._clock.eta_s(self.steps - done),
-                held_out_loss=mean_loss(held_out) if held_out else None,
-                held_out_accepted_prefix=accepted_prefix(held_out) if held_out else None,
+                held_out_loss=held_out.mean_loss if held_out else None,
+                held_out_accepted_prefix=held_out.accepted_prefix if held_out else None,
                 acceptance_length=measured.acceptance_length,
             )
-        )
+            self.recorder.step(metrics)
         self._refuse_bad(sums)
 
-    def _refuse_bad(self, sums: Sums) -> None:
+    def _refuse_bad(self, sums: StepSums) -> None:
         now, limit = self.progress, self.training.skips_before_stop
         if now.consecutive_skips >= limit:
             raise UserError(
@@ -247,12 +214,12 @@ class Trainer:
                 "target.path and target.dtype"
             )
 
-    def validate(self) -> Sums | None:
+    def validate(self) -> StepSums | None:
         """Sums over the held-out rows of all ranks, always with the same anchors; None where there is nothing."""
         self.learner.drafter.eval()
-        for work, features in self.feed.aside().feed(self.data.works(self.data.held_out)):
+        for prepared, features in self.feed.aside().feed(self.data.prepared(self.data.held_out)):
             assert features is not None
-            self.learner.evaluate(work, features)
+            self.learner.evaluate(prepared, features)
         self.learner.drafter.train()
         sums = self.learner.evaluated()
         return sums if sums.weight > 0 or math.isnan(sums.weight) else None
@@ -263,22 +230,17 @@ class Trainer:
         self._await_lead()
         return acceptance
 
-    def _flush(self) -> None:
-        """No rank goes on before the lead's checkpoint is safe: the first to end may take the others with it."""
-        self.recorder.flush()
-        self._await_lead()
-
     def _await_lead(self) -> None:
         """Wait for the lead as long as it takes: it may be writing, and a step's patience is short.
 
-        A process that stands still meanwhile is noticed by the starter (`pulse`).
+        A process that stands still meanwhile is noticed by the starter (`ranks`).
         """
         if self.learner.ranks > 1:
             distributed.barrier()
 
     def _save(self) -> None:
-        progress = self.progress.with_best()
-        if self.recorder.save(progress, self.learner.state, self.learner.reduced_coverage()):
+        progress, coverage = self.progress.with_best(), self.learner.reduced_coverage()
+        if self.recorder is not None and self.recorder.save(progress, self.learner.state, coverage):
             self.progress = progress
 
     def _save_for_sure(self) -> None:
@@ -286,19 +248,8 @@ class Trainer:
         self._save()
         self._flush()
 
-
-class Follower:
-    """The recorder of every rank but the lead: does nothing, since the lead does it for all."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """The lead writes it."""
-
-    def save(self, progress: Progress, state: State, coverage: torch.Tensor) -> bool:
-        """The lead writes it."""
-        return True
-
-    def flush(self) -> None:
-        """Nothing is on its way."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+    def _flush(self) -> None:
+        """No rank goes on before the lead's checkpoint is safe: the first to end may take the others with it."""
+        if self.recorder is not None:
+            self.recorder.flush()
+        self._await_lead()

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from dflash_core.batches.cache import RowStore, ShardRows, unpack
-from dflash_core.batches.loader import Batch, Loader, Prefetch, Shape, held_out_batches, split_rows
-from dflash_core.tokenization.shards import read_shard
+from dflash_core.batches.loader import Batch, Loader, Prefetch, StepShape, held_out_batches, split_rows
+from dflash_core.batches.rows import RowStore, ShardRows, unpack
+from dflash_core.shards.arrow import read_shard
 from tests.training.conftest import random_rows, row_store, shard_bytes
 
 
@@ -30,7 +30,7 @@ def steps_of(rows: RowStore, shape: tuple[int, int, int], first: int, end: int) 
     batch_rows, accumulation, ranks = shape
     steps: list[set[str]] = [set() for _ in range(first, end)]
     for rank in range(ranks):
-        loader = Loader(rows, np.arange(len(rows)), 0, Shape(batch_rows, accumulation, rank, ranks))
+        loader = Loader(rows, np.arange(len(rows)), 0, StepShape(batch_rows, accumulation, rank, ranks))
         for batch in loader.batches(first, end):
             assert not steps[batch.step - first] & set(batch.row_ids)
             steps[batch.step - first].update(batch.row_ids)
@@ -51,29 +51,29 @@ def test_every_row_is_seen_once_in_each_of_two_epochs(rows: RowStore) -> None:
 
 
 def test_a_resume_gives_the_batches_that_were_left(rows: RowStore) -> None:
-    loader = Loader(rows, np.arange(len(rows)), 0, Shape(4, 2))
+    loader = Loader(rows, np.arange(len(rows)), 0, StepShape(4, 2))
     whole = [b.row_ids for b in loader.batches(0, 16)]
     for first in range(16):
-        fresh = Loader(rows, np.arange(len(rows)), 0, Shape(4, 2))
+        fresh = Loader(rows, np.arange(len(rows)), 0, StepShape(4, 2))
         rest = [b.row_ids for b in fresh.batches(first, 16)]
         assert rest == whole[len(whole) - len(rest) :]
 
 
 def test_all_ranks_close_every_step_also_a_short_one(rows: RowStore) -> None:
     for rank in range(4):
-        loader = Loader(rows, np.arange(5), 0, Shape(2, 2, rank, 4))
+        loader = Loader(rows, np.arange(5), 0, StepShape(2, 2, rank, 4))
         closed = [b.step for b in loader.batches(0, 3) if b.last]
         assert closed == [0, 1, 2]
 
 
 def test_padding_is_on_the_right_and_never_supervised(rows: RowStore) -> None:
-    for batch in Loader(rows, np.arange(len(rows)), 0, Shape(8)).batches(0, 8):
+    for batch in Loader(rows, np.arange(len(rows)), 0, StepShape(8)).batches(0, 8):
         assert batch.ids.shape == batch.loss_mask.shape == (len(batch.row_ids), int(batch.lengths.max()))
         for line, name in enumerate(batch.row_ids):
-            row = rows.row(rows.row_ids.index(name))
+            ids, mask = rows.row(rows.row_ids.index(name))
             length = int(batch.lengths[line])
-            assert batch.ids[line, :length].tolist() == row.ids.tolist()
-            assert batch.loss_mask[line, :length].tolist() == row.loss_mask.tolist()
+            assert batch.ids[line, :length].tolist() == ids.tolist()
+            assert batch.loss_mask[line, :length].tolist() == mask.tolist()
             assert not batch.loss_mask[line, length:].any()
             assert rows.partitions[batch.files[line]] == ("a" if name.startswith("file0") else "b")
 
@@ -84,7 +84,7 @@ def test_training_and_held_out_rows_are_disjoint_and_complete(rows: RowStore) ->
     assert sorted([*split.training, *split.held_out]) == list(range(len(rows)))
     seen: list[str] = []
     for rank in range(3):
-        for batch in held_out_batches(rows, split.held_out, Shape(4, 1, rank, 3)):
+        for batch in held_out_batches(rows, split.held_out, StepShape(4, 1, rank, 3)):
             seen += batch.row_ids
     assert sorted(seen) == sorted(rows.row_ids[i] for i in split.held_out)
 
@@ -136,7 +136,7 @@ def test_batches_are_prepared_ahead(rows: RowStore) -> None:
     ready: list[Batch] = []
 
     def noting() -> Iterator[Batch]:
-        for batch in Loader(rows, np.arange(len(rows)), 0, Shape(8)).batches(0, 8):
+        for batch in Loader(rows, np.arange(len(rows)), 0, StepShape(8)).batches(0, 8):
             ready.append(batch)
             yield batch
 

@@ -1,9 +1,11 @@
-"""The order of rows: complete, independent of workers, and tight."""
+"""The order of rows: complete, independent of workers, and tight; and which of them are held out."""
 
 import numpy as np
 import pytest
 
-from dflash_core.batches.order import WINDOW_ROWS, epoch_order, epoch_steps
+from dflash_core.batches.order import WINDOW_ROWS, epoch_order, epoch_steps, is_held_out
+
+ROWS = [f"row{i}" for i in range(12_501)]
 
 
 def lengths(count: int) -> np.ndarray:
@@ -52,3 +54,21 @@ def test_little_of_a_padded_batch_is_padding() -> None:
                 padded += len(part) * int(part.max())
                 tokens += int(part.sum())
         assert 1 - tokens / padded < 0.10
+
+
+def test_the_split_is_stable_and_of_the_asked_size() -> None:
+    held_out = {r for r in ROWS if is_held_out(0, r, 0.2)}
+    assert held_out == {r for r in reversed(ROWS) if is_held_out(0, r, 0.2)}
+    assert abs(len(held_out) / len(ROWS) - 0.2) < 0.015
+
+
+def test_more_rows_and_a_larger_share_move_no_row_back_into_training() -> None:
+    small = {r for r in ROWS[:100] if is_held_out(0, r, 0.1)}
+    assert small <= {r for r in ROWS if is_held_out(0, r, 0.1)}
+    assert small <= {r for r in ROWS if is_held_out(0, r, 0.3)}
+
+
+def test_another_seed_holds_out_other_rows_and_the_ends_are_exact() -> None:
+    assert {r for r in ROWS if is_held_out(0, r, 0.1)} != {r for r in ROWS if is_held_out(1, r, 0.1)}
+    assert not any(is_held_out(0, r, 0.0) for r in ROWS)
+    assert all(is_held_out(0, r, 1.0) for r in ROWS)

@@ -4,15 +4,16 @@ import json
 
 import pytest
 
+from dflash_core.completions.completion import Completion, Message, Rejected
 from dflash_core.completions.normalize import normalize
-from dflash_core.completions.record import Completion, Message, Refused
 
 EXCHANGE = (Message("user", "q"), Message("assistant", "a"))
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
 def completion(**row: object) -> Completion:
-    return normalize(row, 7)
+    """The last one of the line."""
+    return normalize(row, 7)[-1]
 
 
 def answered(content: object, finish_reason: str | None = None, **more: object) -> Message:
@@ -80,7 +81,7 @@ def test_tags_quoted_in_the_text_are_text() -> None:
 
 def test_two_different_thoughts_are_ambiguous() -> None:
     for fields in ({"reasoning": "a", "reasoning_content": "b"}, {"reasoning": "a"}):
-        with pytest.raises(Refused, match="ambiguous"):
+        with pytest.raises(Rejected, match="ambiguous"):
             answered("<think>c</think>x", **fields)
 
 
@@ -121,7 +122,7 @@ def test_a_call_in_the_field_of_older_servers_is_a_call() -> None:
     ],
 )
 def test_broken_tool_calls_are_refused(calls: object) -> None:
-    with pytest.raises(Refused, match="malformed tool calls"):
+    with pytest.raises(Rejected, match="malformed tool calls"):
         answered("", tool_calls=calls)
 
 
@@ -141,9 +142,11 @@ def test_rows_without_id_are_named_by_their_content() -> None:
 
 def test_every_answer_is_a_turn_but_one_that_nobody_asked_for() -> None:
     roles = ["assistant", "user", "assistant", "user", "assistant"]
-    row = completion(id="r", messages=[{"role": r, "content": "x"} for r in roles])
-    assert row.turns == (2, 4)
-    assert [row.turn_id(t) for t in row.turns] == ["r#1", "r#2"]
+    messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    first, second = normalize({"id": "r", "messages": messages, "finish_reason": "length"}, 7)
+    assert [message.content for message in first.messages] == ["0", "1", "2"]
+    assert [message.content for message in second.messages] == ["0", "1", "2", "3", "4"]
+    assert (first.row_id, first.finish_reason, second.row_id, second.finish_reason) == ("r#1", "stop", "r#2", "length")
 
 
 def test_a_system_field_is_part_of_the_conversation() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_core.completions.completion import Completion, Rejected
 from dflash_core.completions.parsing import parse_object
-from dflash_core.completions.reading import CompletionFile
-from dflash_core.completions.record import Completion, Refused
+from dflash_core.completions.read import CompletionFile
 from dflash_core.records import Reject
 
 GOOD = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
@@ -155,7 +155,7 @@ def test_a_key_that_comes_twice_is_found_in_any_spelling(pairs: list[tuple[str, 
     if len(set(keys)) == len(keys):
         assert parse_object(given.encode()) == json.loads(given)
     else:
-        with pytest.raises(Refused, match="duplicate key"):
+        with pytest.raises(Rejected, match="duplicate key"):
             parse_object(given.encode())
 
 
@@ -172,7 +172,7 @@ def test_one_empty_answer_of_two_rejects_that_answer_alone() -> None:
         {"role": "assistant", "content": "a"},
     ]
     (completion,), (reject,), lines = read(json.dumps({"messages": messages}).encode())
-    assert completion.turns == (3,)
+    assert (completion.row_id[-2:], len(completion.messages)) == ("#1", 4)
     assert (reject.reason, reject.line, lines) == ("empty completion", 1, 1)
 
 

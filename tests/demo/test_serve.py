@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from demo.serve import serving
-from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files
-from dflash_core.completions.generation.inputs import list_prompts
-from dflash_core.completions.generation.wire import ServerRefuses
+from dflash_core.generation.client import ServerRefuses
+from dflash_core.generation.generate import FileGenerated, GenerationWatch, generate_files, list_prompts
 from dflash_core.recipe import Recipe
-from dflash_core.storage.store import open_stores
-from dflash_core.tokenization.served import PromptEncoder
+from dflash_core.tokenization.encode import PromptEncoder
+from dflash_core.workspace import Workspace, connect
 from tests.served_recipe import TARGET, put_prompts, served_recipe
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(300)]
@@ -27,22 +26,27 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def recipe(bucket: str, tmp_path: Path, url: str) -> Recipe:
+def workspace(bucket: str, tmp_path: Path, url: str) -> Workspace:
     made = served_recipe(url, str(TARGET), bucket, tmp_path)
     assert made.generation is not None
     greedy = made.generation.sampling.model_copy(update={"temperature": 0.0})  # sampled, 1 in 30 answers does not think
     made = made.model_copy(update={"generation": made.generation.model_copy(update={"sampling": greedy})})
-    put_prompts(made, PROMPTS)
-    return made
+    opened = connect(made)
+    put_prompts(opened, PROMPTS)
+    return opened
 
 
-def test_the_target_answers_its_prompts(recipe: Recipe) -> None:
+def encoder(recipe: Recipe) -> PromptEncoder:
+    return PromptEncoder(recipe.tokenizer_path, recipe.tokenization)
+
+
+def test_the_target_answers_its_prompts(workspace: Workspace) -> None:
     notes: list[str] = []
-    watch = Watch(on_note=notes.append)
-    (outcome,) = generate_files(recipe, list_prompts(recipe), PromptEncoder(recipe), watch=watch)
+    watch = GenerationWatch(on_note=notes.append)
+    (outcome,) = generate_files(workspace, list_prompts(workspace), encoder(workspace.recipe), watch=watch)
     assert isinstance(outcome, FileGenerated), outcome
     assert notes == [], "the chat template was compared"
-    rows = [json.loads(line) for line in open_stores(recipe).source.get("part-03.jsonl").body.splitlines()]
+    rows = [json.loads(line) for line in workspace.source.get("part-03.jsonl").body.splitlines()]
     assert len(rows) == outcome.manifest.written >= PROMPTS - 1
     for row in rows:
         answer = row["messages"][-1]
@@ -52,11 +56,11 @@ def test_the_target_answers_its_prompts(recipe: Recipe) -> None:
         assert row["usage"]["completion_tokens"] > 20
 
 
-def test_another_template_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+def test_another_template_is_refused(workspace: Workspace, tmp_path: Path) -> None:
     """What the 87 % came from: the server renders prompts in another way."""
     template = tmp_path / "other.jinja"
     template.write_text("You are helpful. " + (TARGET / "chat_template.jinja").read_text())
-    tokenization = recipe.tokenization.model_copy(update={"chat_template": template})
-    recipe = recipe.model_copy(update={"tokenization": tokenization})
+    tokenization = workspace.recipe.tokenization.model_copy(update={"chat_template": template})
+    other = connect(workspace.recipe.model_copy(update={"tokenization": tokenization}))
     with pytest.raises(ServerRefuses, match="renders prompts differently"):
-        list(generate_files(recipe, list_prompts(recipe), PromptEncoder(recipe)))
+        list(generate_files(other, list_prompts(other), encoder(other.recipe)))

@@ -14,16 +14,17 @@ import pytest
 from dflash_assets.dev import dagster_ui
 from dflash_assets.graphql import Dagster
 from dflash_assets.partitions import completion_files, sync_partitions
-from dflash_core.recipe import Recipe, Storage
+from dflash_core.processes import free_ports, running_server
+from dflash_core.recipe import StorageSettings
 from dflash_core.storage.embedded import ensure_bucket
-from dflash_core.storage.store import Store, make_client, open_stores
-from dflash_core.supervised import free_ports, supervised
-from tests.dflash_assets.conftest import recipe, recipe_file, rows
+from dflash_core.storage.s3 import Access, Store, make_client
+from dflash_core.workspace import Workspace
+from tests.dflash_assets.conftest import recipe, recipe_file, rows, workspace
 from tests.postgres import postgres, query
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
-__all__ = ["recipe", "recipe_file", "rows"]
+__all__ = ["recipe", "recipe_file", "rows", "workspace"]
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 LOGS_BUCKET = "deploy-logs"
@@ -41,13 +42,13 @@ def database(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-def home(tmp_path: Path, endpoint: object, database: object, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, access: Access, database: object, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A DAGSTER_HOME that holds what is in deploy/ and nothing else."""
     folder = tmp_path / "home"
     folder.mkdir()
     for name in ("dagster.yaml", "workspace.yaml"):
         shutil.copy(DEPLOY / name, folder / name)
-    ensure_bucket(LOGS_BUCKET)
+    ensure_bucket(LOGS_BUCKET, access)
     for name, value in {
         "DFLASH_LOGS_BUCKET": LOGS_BUCKET,
         "DFLASH_CODE_HOST": "127.0.0.1",
@@ -59,29 +60,28 @@ def home(tmp_path: Path, endpoint: object, database: object, monkeypatch: pytest
 
 
 @pytest.fixture
-def ui(home: Path, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dagster]:
+def ui(home: Path, recipe_file: Path, access: Access, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dagster]:
     """The three processes."""
     monkeypatch.setenv("DFLASH_RECIPE", str(recipe_file))
     address = ["-h", os.environ["DFLASH_CODE_HOST"], "-p", os.environ["DFLASH_CODE_PORT"]]
     code = [sys.executable, "-m", "dagster", "code-server", "start", "-m", "dflash_assets.definitions", *address]
     with (
         chdir(home),
-        supervised(code, "INT", 10.0, home / "code.log"),
-        dagster_ui(recipe_file, 0, home / "dagster.log") as running,
+        running_server(code, "INT", 10.0, home / "code.log"),
+        dagster_ui(recipe_file, 0, access, home / "dagster.log") as running,
     ):
         running.wait_until_loaded()
         yield running
 
 
 def test_a_run_leaves_its_events_in_postgresql_and_its_logs_in_s3(
-    ui: Dagster, home: Path, recipe: Recipe, rows: Callable[[int, str], bytes], database: dict[str, str]
+    ui: Dagster, home: Path, workspace: Workspace, rows: Callable[[int, str], bytes], database: dict[str, str]
 ) -> None:
-    source = open_stores(recipe).source
     for name in PARTITIONS:
-        source.put(f"{name}.jsonl", rows(5, name))
-    source.put("bad.jsonl", b"not json at all\n")
+        workspace.source.put(f"{name}.jsonl", rows(5, name))
+    workspace.source.put("bad.jsonl", b"not json at all\n")
     instance = dg.DagsterInstance.from_config(str(home))
-    sync_partitions(instance, recipe)
+    sync_partitions(instance, workspace)
 
     ends = [ui.wait_for_run(ui.materialize(ASSETS, partition), 120.0) for partition in (*PARTITIONS, "bad")]
 
@@ -99,7 +99,7 @@ def test_a_run_leaves_its_events_in_postgresql_and_its_logs_in_s3(
     assert query(database, materialized) == [(len(ASSETS) * len(PARTITIONS),)]
     assert not [path for path in home.rglob("*.db") if path.is_file()]
 
-    logs = Store(make_client(Storage(bucket=LOGS_BUCKET)), LOGS_BUCKET, "dagster/")
+    logs = Store(make_client(StorageSettings(bucket=LOGS_BUCKET)), LOGS_BUCKET, "dagster/")
     deadline = time.monotonic() + LOGS_TIMEOUT_S
     while not all(any(end.run in key for key, _, _ in logs.list()) for end in ends):
         assert time.monotonic() < deadline, list(logs.list())

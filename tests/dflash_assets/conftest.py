@@ -16,7 +16,8 @@ from dflash_assets.partitions import sync_partitions
 from dflash_assets.resources import RecipeResource
 from dflash_core.recipe import Recipe, load_recipe
 from dflash_core.records import SourceFile
-from dflash_core.storage.store import Store, open_stores
+from dflash_core.storage.s3 import Access, Store
+from dflash_core.workspace import Workspace, connect
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -77,15 +78,50 @@ block_size = 4
     return path
 
 
+def require_supervised_tokens(recipe_file: Path, count: int) -> None:
+    """Rows with fewer are dropped; a bare "7" behind an empty thought has 8."""
+    rule = f"[tokenization]\nmin_supervised_tokens = {count}"
+    recipe_file.write_text(recipe_file.read_text().replace("[tokenization]", rule))
+
+
 @pytest.fixture
 def recipe(recipe_file: Path) -> Recipe:
     return load_recipe(recipe_file)
 
 
 @pytest.fixture
-def source(recipe: Recipe) -> Store:
-    """Where the completions lie."""
-    return open_stores(recipe).source
+def workspace(recipe: Recipe) -> Workspace:
+    return connect(recipe)
+
+
+@pytest.fixture
+def source(workspace: Workspace) -> Store:
+    """Where the completions are."""
+    return workspace.source
+
+
+@pytest.fixture
+def resources(recipe_file: Path) -> dict[str, RecipeResource]:
+    """What assets are given."""
+    return {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch, access: Access) -> None:
+    """A process without any AWS variable."""
+    for name in (*access.environment(), "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def explicit(access: Access) -> S3Resource:
+    """The resource that says everything itself."""
+    return S3Resource(
+        endpoint_url=access.endpoint_url,
+        region_name=access.region,
+        aws_access_key_id=access.access_key,
+        aws_secret_access_key=access.secret_key,
+    )
 
 
 @pytest.fixture
@@ -96,7 +132,7 @@ def instance() -> Iterator[dg.DagsterInstance]:
 
 @pytest.fixture
 def materialize(
-    instance: dg.DagsterInstance, recipe: Recipe, recipe_file: Path
+    instance: dg.DagsterInstance, resources: dict[str, RecipeResource]
 ) -> Callable[..., dg.ExecuteInProcessResult]:
     """Materialize file assets, all three if none is named, over a range of partitions, as the daemon launches it."""
 
@@ -105,7 +141,7 @@ def materialize(
             [completion_file_assets],
             selection=assets,
             instance=instance,
-            resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
+            resources=resources,
             tags={
                 "dagster/asset_partition_range_start": partitions[0],
                 "dagster/asset_partition_range_end": partitions[-1],
@@ -117,9 +153,9 @@ def materialize(
 
 
 @pytest.fixture
-def sync(instance: dg.DagsterInstance, recipe: Recipe) -> Callable[[], tuple[SourceFile, ...]]:
-    """Make what lies in the bucket partitions."""
-    return lambda: sync_partitions(instance, recipe).sources
+def sync(instance: dg.DagsterInstance, workspace: Workspace) -> Callable[[], tuple[SourceFile, ...]]:
+    """Make what is in the bucket partitions."""
+    return lambda: sync_partitions(instance, workspace).sources
 
 
 @pytest.fixture

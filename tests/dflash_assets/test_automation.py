@@ -4,21 +4,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import dagster as dg
 import pytest
-from dagster_aws.s3 import S3Resource
 
 from dflash_assets.automation import ASKED_FOR, RUNS_PER_TICK, new_completion_files
 from dflash_assets.partitions import FILES_PER_RUN, NAME, RANGE_END, RANGE_START
 from dflash_assets.resources import RecipeResource
-from dflash_core.quality.training_set import freeze_training_set
-from dflash_core.recipe import Recipe
 from dflash_core.records import SourceFile
-from dflash_core.storage.keys import object_key
-from dflash_core.storage.store import Store, open_stores
-from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.storage.layout import TrainingSetKeys
+from dflash_core.storage.partitions import object_key
+from dflash_core.storage.s3 import Store
+from dflash_core.training_set.freeze import freeze_training_set
+from dflash_core.workspace import Workspace
 
 Rows = Callable[..., bytes]
 Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
@@ -31,13 +29,12 @@ class Sensor:
     """The sensor with its cursor, as the daemon keeps it."""
 
     instance: dg.DagsterInstance
-    recipe_file: Path
+    resources: dict[str, RecipeResource]
     cursor: str | None = None
     last: dg.SensorResult | None = None
 
     def evaluate(self) -> list[dg.RunRequest]:
-        recipe = RecipeResource(path=str(self.recipe_file), s3=S3Resource())
-        with dg.build_sensor_context(self.instance, self.cursor, resources={"recipe": recipe}) as context:
+        with dg.build_sensor_context(self.instance, self.cursor, resources=self.resources) as context:
             result = new_completion_files(context)
         assert isinstance(result, dg.SensorResult)
         self.last = result
@@ -60,8 +57,8 @@ class Sensor:
 
 
 @pytest.fixture
-def sensor(instance: dg.DagsterInstance, recipe_file: Path) -> Sensor:
-    return Sensor(instance, recipe_file)
+def sensor(instance: dg.DagsterInstance, resources: dict[str, RecipeResource]) -> Sensor:
+    return Sensor(instance, resources)
 
 
 def test_each_version_is_asked_for_once(sensor: Sensor, source: Store, rows: Rows) -> None:
@@ -116,9 +113,7 @@ def test_what_a_backfill_did_is_not_asked_for_but_what_changed_since_is(
     assert sensor.tick() == ["b"]
 
 
-def test_hostile_names_round_trip(
-    sensor: Sensor, recipe: Recipe, source: Store, materialize: Materialize, rows: Rows
-) -> None:
+def test_hostile_names_round_trip(sensor: Sensor, source: Store, materialize: Materialize, rows: Rows) -> None:
     for name in HOSTILE:
         source.put(name, rows(4, name) if name.endswith(".jsonl") else b"not compressed")
     asked = sensor.tick()
@@ -132,15 +127,14 @@ def test_hostile_names_round_trip(
 
 @pytest.mark.parametrize("harm", ["deleted", "damaged"])
 def test_a_training_set_that_cannot_be_read_stops_no_file(
-    sensor: Sensor, recipe: Recipe, source: Store, materialize: Materialize, sync: Sync, rows: Rows, harm: str
+    sensor: Sensor, workspace: Workspace, source: Store, materialize: Materialize, sync: Sync, rows: Rows, harm: str
 ) -> None:
     source.put("a.jsonl", rows(4, "a"))
     sync()
     assert materialize(["a"]).success
-    frozen = freeze_training_set(recipe, fingerprint(recipe))
-    derived, key = open_stores(recipe).derived, f"training_set/{frozen.hash}.json"
+    derived, key = workspace.derived, TrainingSetKeys(freeze_training_set(workspace).hash).manifest
     if harm == "deleted":
-        derived.client.delete_object(Bucket=derived.bucket, Key=derived.prefix + key)
+        derived.delete(key)
     else:
         derived.put(key, b"{}")
     source.put("b.jsonl", rows(4, "b"))

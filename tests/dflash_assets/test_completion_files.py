@@ -1,14 +1,21 @@
 """One bad file fails alone; good partitions are kept, and only the bad ones need another run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
 import pytest
 
+from dflash_assets import completion_files as module
 from dflash_assets.partitions import completion_files
 from dflash_core.records import SourceFile
-from dflash_core.storage.store import Store
+from dflash_core.shards.overlap import FileFailed
+from dflash_core.shards.pipeline import tokenize_files
+from dflash_core.shards.workers import FileDone
+from dflash_core.storage.s3 import Store
+from dflash_core.workspace import Workspace
+from tests.dflash_assets.conftest import require_supervised_tokens
 
 ASSETS = ("raw_completions", "tokenized_shards", "loss_mask_stats")
 Materialize = Callable[..., dg.ExecuteInProcessResult]
@@ -75,6 +82,54 @@ def test_a_bad_line_rejects_that_line(
     assert statistics["rows rendered"] == 6
     assert statistics["median supervised tokens"] > 16  # type: ignore[operator]
     assert statistics["near-empty share"] == 0.0
+
+
+def test_dropped_and_rejected_rows_are_told_apart(
+    instance: dg.DagsterInstance,
+    recipe_file: Path,
+    source: Store,
+    materialize: Materialize,
+    sync: Sync,
+    rows: Callable[..., bytes],
+) -> None:
+    """Dropped: rendered, and left out by a policy. Rejected: never rendered."""
+    require_supervised_tokens(recipe_file, 9)
+    short = rows(2, "s", reasoning="", answer="7")
+    source.put("a.jsonl", rows(4, "a") + short + b'{"messages": [{"role": "us\n')
+    sync()
+    result = materialize(["a"])
+    assert result.success
+    expected = {"rows read": 7, "rows kept": 4, "rows dropped": 2, "rows rejected": 1}
+    metadata = last_metadata(instance, "tokenized_shards", "a")
+    assert {name: metadata[name] for name in expected if name != "rows kept"} | {"rows kept": 4} == expected
+    assert metadata["dagster/row_count"] == 4
+    assert metadata["drop reasons"] == {"too few supervised tokens": 2}
+    assert metadata["reject reasons"] == {"invalid JSON": 1}
+    (check,) = [one for one in result.get_asset_check_evaluations() if one.check_name == "rows_conserved"]
+    assert {name: check.metadata[name].value for name in expected} == expected
+    assert last_metadata(instance, "loss_mask_stats", "a")["rows rendered"] == 6
+
+
+def test_a_manifest_whose_numbers_do_not_add_up_fails_the_check(
+    source: Store, materialize: Materialize, sync: Sync, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {"kept": 3, "dropped": 1, "rejected": 1, "read": 5}
+
+    def tokenize(workspace: Workspace, sources: Sequence[SourceFile]) -> Iterator[FileDone | FileFailed]:
+        for done in tokenize_files(workspace, sources):
+            assert isinstance(done, FileDone)
+            name = done.source.partition
+            update = {f"rows_{name}": wrong[name]} if name in wrong else {}
+            yield replace(done, manifest=done.manifest.model_copy(update=update))
+
+    monkeypatch.setattr(module, "tokenize_files", tokenize)
+    for name in (*wrong, "whole"):
+        source.put(f"{name}.jsonl", rows(4, name))
+    sync()
+    done = materialize(sorted((*wrong, "whole")))
+    checks = {check.check_name: check for check in done.get_asset_check_evaluations()}
+    assert not checks["rows_conserved"].passed
+    assert set(checks["rows_conserved"].metadata["files that lost rows"].value) == set(wrong)  # type: ignore[arg-type]
 
 
 def test_what_is_valid_is_not_done_again_and_says_so(

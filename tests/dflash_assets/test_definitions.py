@@ -11,7 +11,7 @@ from dflash_assets.definitions import defs, source_assets
 from dflash_assets.dev import SCHEDULES, SENSORS
 from dflash_assets.metadata import GROUP
 from dflash_core.recipe import load_recipe
-from dflash_core.tokenization.shards import SCHEMA
+from dflash_core.shards.arrow import SCHEMA
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -5,16 +5,15 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from dagster_aws.s3 import S3Resource
 
-from dflash_assets import drafter_checkpoint as module
+from dflash_assets import children
 from dflash_assets.drafter_checkpoint import drafter_checkpoint
 from dflash_assets.resources import RecipeResource
 from dflash_assets.training_set import training_set
 from dflash_core.drafter.runs import find_checkpoint
-from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, SourceFile
-from dflash_core.storage.store import Store, open_stores
+from dflash_core.storage.s3 import Store
+from dflash_core.workspace import Workspace
 
 Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
 Sync = Callable[[], tuple[SourceFile, ...]]
@@ -24,7 +23,7 @@ FILES, BAD = 100, {"part-017", "part-018", "part-063"}
 
 
 @pytest.fixture
-def train(recipe: Recipe, recipe_file: Path) -> Train:
+def train(workspace: Workspace, recipe_file: Path, resources: dict[str, RecipeResource]) -> Train:
     """Freeze what is good and train on it, each in a run of its own."""
     with recipe_file.open("a") as file:
         file.write(
@@ -32,10 +31,9 @@ def train(recipe: Recipe, recipe_file: Path) -> Train:
         )
 
     def run(instance: dg.DagsterInstance) -> DrafterCheckpoint:
-        resources = {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
         for asset in (training_set, drafter_checkpoint):
             assert dg.materialize([asset], instance=instance, resources=resources).success
-        return find_checkpoint(open_stores(recipe).derived, None)
+        return find_checkpoint(workspace.derived, None)
 
     return run
 
@@ -68,7 +66,7 @@ def test_of_a_hundred_files_97_are_trained_on_and_each_has_its_page(
     for asset, partition in (("training_set", None), ("drafter_checkpoint", None), ("drafter_coverage", "part-000")):
         assert stale(asset, partition) == []
 
-    monkeypatch.setattr(module, "run_core", lambda *arguments: checkpoint)
+    monkeypatch.setattr(children, "train", lambda *arguments: checkpoint)
     with dg.instance_for_test() as fresh:
         train(fresh)
         assert pages(fresh) == good, "an instance that has never seen the files"

@@ -1,20 +1,19 @@
 """The asset's checks: what must hold is red when it does not, and what could not be compared says so."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import dagster as dg
 import pytest
-from dagster_aws.s3 import S3Resource
-from typer.main import get_command
 
+from dflash_assets import children
 from dflash_assets import drafter_eval as module
+from dflash_assets.drafter_export import drafter_export
 from dflash_assets.resources import RecipeResource
-from dflash_core.cli.app import app
-from dflash_core.recipe import Recipe
+from dflash_core.errors import UserError
 from dflash_core.records import PreviousDrafter
-from dflash_core.storage.store import open_stores
-from tests.reports import make_report
+from dflash_core.workspace import Workspace
+from tests.make_report import make_report
 
 
 @pytest.mark.parametrize(
@@ -41,19 +40,19 @@ from tests.reports import make_report
     ids=["good", "below the threshold", "not lossless", "sampled", "worse than before"],
 )
 def test_checks(
-    recipe: Recipe,
-    recipe_file: Path,
+    workspace: Workspace,
+    resources: dict[str, RecipeResource],
     instance: dg.DagsterInstance,
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
     failed: set[str],
 ) -> None:
-    report = make_report(open_stores(recipe).derived, **changes)
-    monkeypatch.setattr(module, "run_core", lambda arguments, result: report)
+    report = make_report(workspace.derived, **changes)
+    monkeypatch.setattr(children, "evaluate", lambda *arguments: report)
     done = dg.materialize(
         [module.drafter_eval],
         instance=instance,
-        resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
+        resources=resources,
         raise_on_error=False,
     )
     assert done.success is failed.isdisjoint({"acceptance", "lossless"}), "these two keep a run from exporting"
@@ -69,16 +68,28 @@ def test_checks(
     assert event.metadata["cuts not made"].value == {"thinking": "no switch"}
 
 
-def test_differences_in_reduced_precision_are_a_warning(recipe: Recipe) -> None:
-    store = open_stores(recipe).derived
+def test_differences_in_reduced_precision_are_a_warning(workspace: Workspace) -> None:
     for dtype, severity in (("bfloat16", "WARN"), ("float32", "ERROR")):
-        check = module._lossless(make_report(store, dtype=dtype, lossless=False, differing_prompts=1))
+        check = module._lossless(make_report(workspace.derived, dtype=dtype, lossless=False, differing_prompts=1))
         assert (check.passed, check.severity.value) == (False, severity)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "export"])
-def test_the_run_of_the_launchpad_is_the_drafter_of_the_command(command: str) -> None:
-    parser = get_command(app).commands[command]  # type: ignore[attr-defined]
-    for run in (None, "demo-0123456789ab"):
-        arguments = ["--recipe", "r.toml", *module.RunConfig(run=run).arguments(), "--result", "answer.json"]
-        assert parser.make_context(command, arguments).params["drafter"] == run
+@pytest.mark.parametrize("run", [None, "demo-0123456789ab"])
+@pytest.mark.parametrize("asset", [module.drafter_eval, drafter_export], ids=lambda asset: asset.key.to_user_string())
+def test_the_run_of_the_launchpad_is_the_drafter_of_the_core_call(
+    resources: dict[str, RecipeResource],
+    instance: dg.DagsterInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    asset: dg.AssetsDefinition,
+    run: str | None,
+) -> None:
+    asked: list[str | None] = []
+
+    def start(function: Callable[..., object], workspace: Workspace, drafter: str | None, **options: object) -> None:
+        asked.append(drafter)
+        raise UserError("asked")
+
+    monkeypatch.setattr(children, "run", start)
+    config = {"ops": {asset.key.to_user_string(): {"config": {"run": run}}}}
+    dg.materialize([asset], instance=instance, resources=resources, run_config=config, raise_on_error=False)
+    assert asked == [run]

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from dagster_aws.s3 import S3Resource
 
 from dflash_assets.completion_files import completion_file_assets
 from dflash_assets.generated_completions import generated_completions
 from dflash_assets.partitions import sync_partitions
 from dflash_assets.resources import RecipeResource
-from dflash_core.completions.generation.prompts import Prompt
-from dflash_core.completions.record import Message
+from dflash_core.completions.completion import Message
+from dflash_core.generation.prompt_file import Prompt
 from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.storage.store import Stores, open_stores
-from dflash_core.tokenization.served import PromptEncoder
+from dflash_core.storage.s3 import Store
+from dflash_core.tokenization.encode import PromptEncoder
+from dflash_core.workspace import Workspace, connect
 from tests.chat_server import Behaviour, ChatServer, running
 
 Run = Callable[..., dg.ExecuteInProcessResult]
@@ -27,7 +27,7 @@ KEY = "sk-a-secret-that-nobody-may-see"
 @pytest.fixture
 def server(recipe: Recipe) -> Iterator[ChatServer]:
     """One that counts tokens as the demo target's tokenizer does, and wants a key."""
-    encoder = PromptEncoder(recipe)
+    encoder = PromptEncoder(recipe.tokenizer_path, recipe.tokenization)
     count = lambda text: len(encoder(Prompt(1, "", (Message("user", text),), (), "")))  # noqa: E731
     with running(Behaviour(count_tokens=count, key=KEY)) as started:
         yield started
@@ -52,16 +52,17 @@ commit_every_s = 0.05
 
 
 @pytest.fixture
-def stores(generating: Path) -> Stores:
-    return open_stores(load_recipe(generating))
+def prompting(generating: Path) -> Workspace:
+    """Of the recipe with a [generation] section."""
+    return connect(load_recipe(generating))
 
 
 @pytest.fixture
-def run(instance: dg.DagsterInstance, recipe_file: Path) -> Run:
+def run(instance: dg.DagsterInstance, recipe_file: Path, resources: dict[str, RecipeResource]) -> Run:
     """One run over one partition, or over a range as the backfill daemon launches it."""
 
     def start(assets: list[dg.AssetsDefinition], *partitions: str) -> dg.ExecuteInProcessResult:
-        sync_partitions(instance, load_recipe(recipe_file))
+        sync_partitions(instance, connect(load_recipe(recipe_file)))
         tags = {
             "dagster/asset_partition_range_start": partitions[0],
             "dagster/asset_partition_range_end": partitions[-1],
@@ -70,7 +71,7 @@ def run(instance: dg.DagsterInstance, recipe_file: Path) -> Run:
         return dg.materialize(
             assets,
             instance=instance,
-            resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
+            resources=resources,
             partition_key=partitions[0] if alone else None,
             tags={} if alone else tags,
             raise_on_error=False,
@@ -79,10 +80,10 @@ def run(instance: dg.DagsterInstance, recipe_file: Path) -> Run:
     return start
 
 
-def put_prompts(stores: Stores, name: str, *texts: str) -> None:
-    assert stores.prompts is not None
+def put_prompts(workspace: Workspace, name: str, *texts: str) -> None:
+    assert workspace.prompts is not None
     lines = [json.dumps({"id": f"{name}-{i}", "prompt": text}) for i, text in enumerate(texts)]
-    stores.prompts.put(f"{name}.jsonl", "\n".join(lines).encode())
+    workspace.prompts.put(f"{name}.jsonl", "\n".join(lines).encode())
 
 
 def statuses(instance: dg.DagsterInstance, asset: str) -> dict[str, str]:
@@ -92,10 +93,9 @@ def statuses(instance: dg.DagsterInstance, asset: str) -> dict[str, str]:
 
 
 def test_a_key_without_prompts_is_materialized_without_its_upstream(
-    instance: dg.DagsterInstance, recipe: Recipe, run: Run, rows: Rows
+    instance: dg.DagsterInstance, source: Store, run: Run, rows: Rows
 ) -> None:
     """No [generation] in the recipe, as most have none: raw_completions alone, and the whole lineage alike."""
-    source = open_stores(recipe).source
     for name in ("a", "b"):
         source.put(f"{name}.jsonl", rows(3, name))
     assert run([completion_file_assets], "a").success
@@ -106,9 +106,9 @@ def test_a_key_without_prompts_is_materialized_without_its_upstream(
 
 
 def test_one_run_takes_a_partition_from_prompts_to_statistics(
-    instance: dg.DagsterInstance, stores: Stores, run: Run, server: ChatServer
+    instance: dg.DagsterInstance, prompting: Workspace, run: Run, server: ChatServer
 ) -> None:
-    put_prompts(stores, "a", *(f"What is {i} plus {i}?" for i in range(5)))
+    put_prompts(prompting, "a", *(f"What is {i} plus {i}?" for i in range(5)))
     assert run([generated_completions, completion_file_assets], "a").success
     for asset in ("generated_completions", "raw_completions", "tokenized_shards", "loss_mask_stats"):
         assert statuses(instance, asset) == {"a": "MATERIALIZED"}, asset
@@ -122,11 +122,11 @@ def test_one_run_takes_a_partition_from_prompts_to_statistics(
 
 
 def test_a_range_ends_with_the_good_ones_green_and_the_bad_ones_named(
-    instance: dg.DagsterInstance, stores: Stores, run: Run, rows: Rows
+    instance: dg.DagsterInstance, prompting: Workspace, run: Run, rows: Rows
 ) -> None:
-    put_prompts(stores, "a", "One?", "Two?")
-    put_prompts(stores, "b", *(f"{i} [say:empty]" for i in range(4)))
-    stores.source.put("c.jsonl", rows(3, "c"))
+    put_prompts(prompting, "a", "One?", "Two?")
+    put_prompts(prompting, "b", *(f"{i} [say:empty]" for i in range(4)))
+    prompting.source.put("c.jsonl", rows(3, "c"))
     result = run([generated_completions], "a", "c")
     assert not result.success
     assert statuses(instance, "generated_completions") == {"a": "MATERIALIZED", "b": "FAILED", "c": "MATERIALIZED"}
@@ -143,8 +143,10 @@ def test_a_range_ends_with_the_good_ones_green_and_the_bad_ones_named(
     assert "given up" in str(record.asset_observation.metadata["reason"].value)
 
 
-def test_a_partition_alone_that_fails_is_told_alike(instance: dg.DagsterInstance, stores: Stores, run: Run) -> None:
-    put_prompts(stores, "a", *(f"{i} [say:empty]" for i in range(4)))
+def test_a_partition_alone_that_fails_is_told_alike(
+    instance: dg.DagsterInstance, prompting: Workspace, run: Run
+) -> None:
+    put_prompts(prompting, "a", *(f"{i} [say:empty]" for i in range(4)))
     failure = run([generated_completions, completion_file_assets], "a").failure_data_for_node("generated_completions")
     assert failure is not None
     assert failure.user_failure_data is not None
@@ -153,15 +155,15 @@ def test_a_partition_alone_that_fails_is_told_alike(instance: dg.DagsterInstance
 
 
 def test_the_key_is_nowhere(
-    instance: dg.DagsterInstance, stores: Stores, run: Run, capfd: pytest.CaptureFixture[str]
+    instance: dg.DagsterInstance, prompting: Workspace, run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Neither in events, logs nor S3; not even when the server repeats it in its refusal."""
-    put_prompts(stores, "a", "One?", "Two? [always:400]", "Three? [always:500]", "Four?")
+    put_prompts(prompting, "a", "One?", "Two? [always:400]", "Three? [always:500]", "Four?")
     result = run([generated_completions], "a")
     assert result.success
     events = [str(record.event_log_entry) for record in instance.get_records_for_run(result.run_id).records]
-    objects = [stores.derived.get(key).body.decode() for key, _, _ in stores.derived.list()]
-    objects += [stores.source.get("a.jsonl").body.decode()]
+    objects = [prompting.derived.get(key).body.decode() for key, _, _ in prompting.derived.list()]
+    objects += [prompting.source.get("a.jsonl").body.decode()]
     assert len(objects) >= 3
     out = capfd.readouterr()
     for text in (*events, *objects, out.out, out.err):
@@ -169,10 +171,12 @@ def test_the_key_is_nowhere(
 
 
 @pytest.mark.parametrize("value", ["sk-another-secret", ""])
-def test_a_wrong_key_is_told_without_it(stores: Stores, run: Run, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_a_wrong_key_is_told_without_it(
+    prompting: Workspace, run: Run, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     """The server answers with the whole request, key included."""
     monkeypatch.setenv("TEST_SERVER_KEY", value)
-    put_prompts(stores, "a", "One?")
+    put_prompts(prompting, "a", "One?")
     failure = run([generated_completions], "a").failure_data_for_node("generated_completions")
     assert failure is not None
     assert failure.user_failure_data is not None

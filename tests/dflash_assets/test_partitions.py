@@ -5,20 +5,20 @@ from collections.abc import Callable
 import dagster as dg
 
 from dflash_assets.partitions import ranges_of, remember, sync_partitions
-from dflash_core.recipe import Recipe
-from dflash_core.storage.store import Store
+from dflash_core.storage.s3 import Store
+from dflash_core.workspace import Workspace
 
 Rows = Callable[..., bytes]
 
 
 def test_sync_adds_new_files_and_keeps_vanished_ones(
-    instance: dg.DagsterInstance, recipe: Recipe, source: Store, rows: Rows
+    instance: dg.DagsterInstance, workspace: Workspace, source: Store, rows: Rows
 ) -> None:
     for name in ("a.jsonl", "deep/er, file.jsonl"):
         source.put(name, rows(1, name))
-    assert set(sync_partitions(instance, recipe).added) == {"a", "deep%2Fer%2C%20file"}
+    assert set(sync_partitions(instance, workspace).added) == {"a", "deep%2Fer%2C%20file"}
     source.client.delete_object(Bucket=source.bucket, Key=source.prefix + "a.jsonl")
-    again = sync_partitions(instance, recipe)
+    again = sync_partitions(instance, workspace)
     assert (again.added, again.vanished) == ((), ("a",))
     assert "a" in instance.get_dynamic_partitions("completion_files")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
-from dagster_aws.s3 import S3Resource
 
 from dflash_assets import completion_files, reruns
 from dflash_assets.checks import nothing_quarantined
@@ -16,11 +15,11 @@ from dflash_assets.quarantine import QUARANTINE, FailedFile, failed_files, relea
 from dflash_assets.reruns import NIGHT, nightly_stages, schedules
 from dflash_assets.resources import RecipeResource
 from dflash_core.errors import StorageError, UserError
-from dflash_core.quality.training_set import freeze_training_set
-from dflash_core.recipe import Automation, Recipe
+from dflash_core.recipe import AutomationSettings
 from dflash_core.records import SourceFile
-from dflash_core.storage.store import Store
-from dflash_core.tokenization.fingerprint import fingerprint
+from dflash_core.storage.s3 import Store
+from dflash_core.training_set.freeze import freeze_training_set
+from dflash_core.workspace import Workspace
 
 Materialize = Callable[[Sequence[str]], dg.ExecuteInProcessResult]
 Sync = Callable[[], tuple[SourceFile, ...]]
@@ -30,12 +29,11 @@ MAX_TRIES = 3
 
 
 @pytest.fixture
-def tick(instance: dg.DagsterInstance, recipe_file: Path) -> Callable[[str], list[dg.RunRequest]]:
+def tick(instance: dg.DagsterInstance, resources: dict[str, RecipeResource]) -> Callable[[str], list[dg.RunRequest]]:
     """What a schedule asks for."""
-    by_name = {schedule.name: schedule for schedule in schedules(Automation(max_attempts=MAX_TRIES))}
+    by_name = {schedule.name: schedule for schedule in schedules(AutomationSettings(max_attempts=MAX_TRIES))}
 
     def evaluate(name: str) -> list[dg.RunRequest]:
-        resources = {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
         with dg.build_schedule_context(instance, datetime(2026, 1, 2, 2, tzinfo=UTC), resources) as context:
             asked = by_name[name](context)
         return asked if isinstance(asked, list) else []
@@ -108,7 +106,7 @@ def test_a_file_that_kills_its_run_is_counted_too(
 
     source.put("a.jsonl", rows(4, "a"))
     sync()
-    monkeypatch.setattr(completion_files, "process_files", die)
+    monkeypatch.setattr(completion_files, "tokenize_files", die)
     for _ in range(MAX_TRIES - 1):
         assert not materialize(["a"]).success
         assert len(tick("rerun_failed_files")) == 1
@@ -141,7 +139,7 @@ def test_what_breaks_every_run_is_no_files_fault(
     for _ in range(MAX_TRIES):
         with monkeypatch.context() as patch:
             if what == "the store":
-                patch.setattr(completion_files, "process_files", stop)
+                patch.setattr(completion_files, "tokenize_files", stop)
             else:
                 recipe_file.write_text(right.replace("demo/target", "demo/nothing"))
             assert not materialize(["a", "b"]).success
@@ -156,7 +154,7 @@ def test_what_breaks_every_run_is_no_files_fault(
 
 def test_quarantined_files_are_released_by_pattern_or_all(
     instance: dg.DagsterInstance,
-    recipe: Recipe,
+    workspace: Workspace,
     source: Store,
     materialize: Materialize,
     sync: Sync,
@@ -176,20 +174,20 @@ def test_quarantined_files_are_released_by_pattern_or_all(
     for _ in range(MAX_TRIES - 1):
         tick("rerun_failed_files")
     assert held() == set(names)
-    assert release_files(instance, recipe, ["part-1..part-2"]) == ["part-1", "part-2"]
+    assert release_files(instance, workspace, ["part-1..part-2"]) == ["part-1", "part-2"]
     assert held() == {"part-0", "rest-3"}
     with pytest.raises(UserError, match="no failed file for good, p-"):
-        release_files(instance, recipe, ["good", "p-*"])
-    assert release_files(instance, recipe, []) == ["part-0", "rest-3"]
+        release_files(instance, workspace, ["good", "p-*"])
+    assert release_files(instance, workspace, []) == ["part-0", "rest-3"]
     assert held() == set()
-    assert release_files(instance, recipe, []) == []
+    assert release_files(instance, workspace, []) == []
 
 
 def test_a_check_that_its_failed_run_never_came_to_stops_no_tick(
     instance: dg.DagsterInstance,
     source: Store,
     sync: Sync,
-    recipe_file: Path,
+    resources: dict[str, RecipeResource],
     tick: Callable[[str], list[dg.RunRequest]],
 ) -> None:
     source.put("bad.jsonl", b"not json\n")
@@ -198,7 +196,7 @@ def test_a_check_that_its_failed_run_never_came_to_stops_no_tick(
         [completion_files.completion_file_assets, nothing_quarantined],
         partition_key="bad",
         instance=instance,
-        resources={"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())},
+        resources=resources,
         raise_on_error=False,
     )
     assert not result.success
@@ -257,7 +255,7 @@ def test_a_vanished_file_is_not_tried_again(
 
 def test_a_night_whose_training_set_is_gone_says_so(
     instance: dg.DagsterInstance,
-    recipe_file: Path,
+    resources: dict[str, RecipeResource],
     source: Store,
     rows: Rows,
     tick: Callable[[str], list[dg.RunRequest]],
@@ -267,7 +265,6 @@ def test_a_night_whose_training_set_is_gone_says_so(
     tags = {"dagster/schedule_name": "nightly_lineage", **request.tags}
     for job in ("completion_files_job", "training_set_job"):
         instance.create_run_for_job(defs.resolve_job_def(job), status=dg.DagsterRunStatus.SUCCESS, tags=tags)
-    resources = {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
     with dg.build_sensor_context(instance, resources=resources) as context:
         answer = nightly_stages(context)
     assert isinstance(answer, dg.SkipReason)
@@ -276,15 +273,14 @@ def test_a_night_whose_training_set_is_gone_says_so(
 
 def test_the_night_goes_from_files_to_training_set_to_drafter(
     instance: dg.DagsterInstance,
-    recipe: Recipe,
-    recipe_file: Path,
+    workspace: Workspace,
+    resources: dict[str, RecipeResource],
     source: Store,
     materialize: Materialize,
     rows: Rows,
     tick: Callable[[str], list[dg.RunRequest]],
 ) -> None:
     def stage() -> dg.RunRequest | dg.SkipReason:
-        resources = {"recipe": RecipeResource(path=str(recipe_file), s3=S3Resource())}
         with dg.build_sensor_context(instance, resources=resources) as context:
             answer = nightly_stages(context)
         assert isinstance(answer, dg.RunRequest | dg.SkipReason)
@@ -310,7 +306,7 @@ def test_the_night_goes_from_files_to_training_set_to_drafter(
     frozen = stage()
     assert isinstance(frozen, dg.RunRequest)
     assert (frozen.job_name, frozen.tags[NIGHT]) == ("training_set_job", request.tags[NIGHT])
-    assert freeze_training_set(recipe, fingerprint(recipe)).verdict.passed, "20 of 21 files are enough"
+    assert freeze_training_set(workspace).verdict.passed, "20 of 21 files are enough"
     run("training_set_job", dg.DagsterRunStatus.SUCCESS, frozen.tags)
 
     trained = stage()

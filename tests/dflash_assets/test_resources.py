@@ -1,5 +1,6 @@
-"""S3Resource says how the stores are reached: for this process, its workers, and the commands it starts."""
+"""S3Resource says how the stores are reached, in this process and in its workers, and no environment is changed."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,28 +12,10 @@ from dflash_assets.completion_files import completion_file_assets
 from dflash_assets.resources import RecipeResource, s3_of_environment
 from dflash_core.recipe import load_recipe
 from dflash_core.records import SourceFile
-from dflash_core.storage.embedded import Endpoint
-from dflash_core.storage.store import Store, open_stores
+from dflash_core.storage.s3 import NOTHING_SAID, Access, Store
+from tests.dflash_assets.conftest import explicit
 
 Rows = Callable[[int, str], bytes]
-
-
-@pytest.fixture
-def nothing_set(monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint) -> None:
-    """A process without any AWS variable; what the code under test sets is undone."""
-    for name in (*endpoint.environment(), "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-
-
-def access(endpoint: Endpoint) -> S3Resource:
-    return S3Resource(
-        endpoint_url=endpoint.url,
-        region_name="us-east-1",
-        aws_access_key_id=endpoint.access_key,
-        aws_secret_access_key=endpoint.secret_key,
-    )
 
 
 def test_a_run_reaches_the_store_that_s3_names(
@@ -41,7 +24,7 @@ def test_a_run_reaches_the_store_that_s3_names(
     rows: Rows,
     recipe_file: Path,
     instance: dg.DagsterInstance,
-    endpoint: Endpoint,
+    access: Access,
     request: pytest.FixtureRequest,
 ) -> None:
     recipe_file.write_text(recipe_file.read_text().replace("workers = 1", "workers = 2"))
@@ -49,7 +32,7 @@ def test_a_run_reaches_the_store_that_s3_names(
         source.put(f"{name}.jsonl", rows(4, name))
     sync()
     request.getfixturevalue("nothing_set")
-    for resource, succeeds in ((S3Resource(), False), (access(endpoint), True)):
+    for resource, succeeds in ((S3Resource(), False), (explicit(access), True)):
         done = dg.materialize(
             [completion_file_assets],
             instance=instance,
@@ -60,17 +43,17 @@ def test_a_run_reaches_the_store_that_s3_names(
         assert done.success is succeeds
 
 
-def test_the_client_stays_cores_own(recipe_file: Path, endpoint: Endpoint, nothing_set: None) -> None:
-    recipe = RecipeResource(path=str(recipe_file), s3=access(endpoint)).load()
-    client = open_stores(recipe).source.client
-    assert client.meta.endpoint_url == endpoint.url
-    assert client.meta.config.max_pool_connections == recipe.storage.downloads + recipe.storage.uploads
+def test_the_client_stays_cores_own(recipe_file: Path, access: Access, nothing_set: None) -> None:
+    workspace = RecipeResource(path=str(recipe_file), s3=explicit(access)).open()
+    client, storage = workspace.source.client, workspace.recipe.storage
+    assert client.meta.endpoint_url == access.endpoint_url
+    assert client.meta.config.max_pool_connections == storage.downloads + storage.uploads
 
 
-def test_what_the_recipe_names_has_precedence(recipe_file: Path, endpoint: Endpoint, nothing_set: None) -> None:
+def test_what_the_recipe_names_has_precedence(recipe_file: Path, access: Access, nothing_set: None) -> None:
     recipe_file.write_text(recipe_file.read_text().replace("[target]", 'endpoint_url = "http://recipe.test"\n[target]'))
-    recipe = RecipeResource(path=str(recipe_file), s3=access(endpoint)).load()
-    assert open_stores(recipe).source.client.meta.endpoint_url == "http://recipe.test"
+    workspace = RecipeResource(path=str(recipe_file), s3=explicit(access)).open()
+    assert workspace.source.client.meta.endpoint_url == "http://recipe.test"
 
 
 def test_the_environment_is_what_the_ui_shows(monkeypatch: pytest.MonkeyPatch, nothing_set: None) -> None:
@@ -89,6 +72,17 @@ def test_the_environment_is_what_the_ui_shows(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_the_unset_resource_changes_nothing(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_REGION", "eu-central-1")
-    RecipeResource(path=str(recipe_file), s3=S3Resource()).load()
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    opened = RecipeResource(path=str(recipe_file), s3=S3Resource()).open()
+    assert opened.access == NOTHING_SAID
+    assert opened.source.client.meta.region_name == "eu-central-1", "what boto3 finds by itself"
     assert load_recipe(recipe_file).storage.region is None
+
+
+def test_opening_changes_no_environment(recipe_file: Path, access: Access, nothing_set: None) -> None:
+    before = dict(os.environ)
+    for resource in (S3Resource(), explicit(access)):
+        workspace = RecipeResource(path=str(recipe_file), s3=resource).open()
+        assert dict(os.environ) == before
+    assert list(workspace.source.list()) == [], "and reaches the store all the same"
+    assert dict(os.environ) == before

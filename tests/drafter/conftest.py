@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_core.drafter.config import DrafterConfig, drafter_config, read_target_config
-from dflash_core.drafter.folder import CONFIG_FILE, WEIGHTS_FILE, save_drafter
+from dflash_core.drafter.attention import Blocks
+from dflash_core.drafter.config import DrafterConfig, drafter_config
+from dflash_core.drafter.folder import save_drafter
 from dflash_core.drafter.model import Drafter
-from dflash_core.drafter.target_files import target_fingerprint, tokenizer_sha256
-from dflash_core.drafter.visibility import Blocks
 from dflash_core.recipe import Recipe
 from dflash_core.records import DrafterCheckpoint, RunPointer
-from dflash_core.storage.store import Store
-from dflash_core.storage.transfers import upload_file
+from dflash_core.storage.layout import CONFIG_FILE, LATEST_RUN, WEIGHTS_FILE, RunKeys
+from dflash_core.storage.s3 import Store
+from dflash_core.target.files import read_target_config, target_fingerprint, tokenizer_sha256
 from tests.training.conftest import make_recipe, put_training_set, random_rows, target_folder
 
 torch.set_num_threads(1)
@@ -89,8 +89,7 @@ def finished(s3: Store, make_recipe: Callable[..., Recipe], tmp_path: Path) -> t
     folder = tmp_path / "masters"
     folder.mkdir()
     save_drafter(folder, drafter.config, drafter.state_dict(), torch.float32)
-    below = f"drafter_checkpoint/{RUN}/"
-    stored = {name: upload_file(s3, below + name, folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    keys = RunKeys(RUN)
     checkpoint = DrafterCheckpoint(
         run=RUN,
         recipe=recipe.name,
@@ -103,13 +102,13 @@ def finished(s3: Store, make_recipe: Callable[..., Recipe], tmp_path: Path) -> t
         train_s=1.0,
         final_loss=1.0,
         held_out_accepted_prefix=1.5,
-        weights=stored[WEIGHTS_FILE],
-        config=stored[CONFIG_FILE],
-        metrics=s3.put(below + "metrics.jsonl", b""),
+        weights=s3.upload(keys.weights, folder / WEIGHTS_FILE),
+        config=s3.upload(keys.config, folder / CONFIG_FILE),
+        metrics=s3.put(keys.metrics, b""),
         coverage=(),
         skipped_steps=0,
         skipped_rows=0,
     )
-    s3.put_record(below + "manifest.json", checkpoint)
-    s3.put_record("drafter_checkpoint/latest.json", RunPointer(run=RUN))
+    s3.put_record(keys.manifest, checkpoint)
+    s3.put_record(LATEST_RUN, RunPointer(run=RUN))
     return recipe, drafter

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_core.drafter.attention import Blocks
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import ContextCache, Drafter, embed_blocks
-from dflash_core.drafter.visibility import Blocks
 
 torch.set_num_threads(1)
 MakeDrafter = Callable[[DrafterConfig], Drafter]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_core.drafter.attention import Blocks
 from dflash_core.drafter.objective import SlotTargets, SlotWeights, block_loss, slot_targets
-from dflash_core.drafter.visibility import Blocks
 
 torch.set_num_threads(1)
 V, H, K, B, N, S = 31, 8, 5, 2, 4, 24

@@ -1,6 +1,6 @@
 """A real browser drives the running UI: lineage in flow order, a partition materialized from the dialog, its metadata.
 
-With `--screenshots DIR` the pictures of the documentation are taken anew.
+With `--screenshots DIR` the pictures of the documentation are taken again.
 """
 
 import re
@@ -15,8 +15,7 @@ from playwright.sync_api import Page, expect
 
 from dflash_assets.dev import dagster_ui
 from dflash_assets.graphql import Dagster
-from dflash_core.recipe import load_recipe
-from dflash_core.storage.embedded import store_of
+from dflash_core.workspace import open_workspace
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]  # the demo, where no other test has told it
 
@@ -37,7 +36,11 @@ FLOW = (
 def ui(told: "subprocess.CompletedProcess[str]", project: Path) -> Iterator[Dagster]:
     """The UI over everything the demo left behind."""
     assert told.returncode == 0, told.stdout
-    with chdir(project), store_of(load_recipe(RECIPE)), dagster_ui(RECIPE, 0, project / "dagster.log") as running:
+    with (
+        chdir(project),
+        open_workspace(RECIPE) as workspace,
+        dagster_ui(RECIPE, 0, workspace.access, project / "dagster.log") as running,
+    ):
         running.wait_until_loaded()
         yield running
 

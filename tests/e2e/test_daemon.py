@@ -24,11 +24,10 @@ from dflash_assets.dev import SCHEDULES, SENSORS, dagster_ui, local_instance, sw
 from dflash_assets.graphql import REPOSITORY as SELECTOR
 from dflash_assets.graphql import RUN, Dagster
 from dflash_assets.partitions import sync_partitions
-from dflash_core.quality.training_set import load_training_set
-from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.storage.embedded import store_of
-from dflash_core.storage.keys import partition_key
-from dflash_core.storage.store import Stores, open_stores
+from dflash_core.storage.layout import RUNS
+from dflash_core.storage.partitions import partition_key
+from dflash_core.training_set.freeze import load_training_set
+from dflash_core.workspace import Workspace, open_workspace
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
@@ -83,7 +82,7 @@ def webhook() -> Iterator[Webhook]:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> Iterator[Recipe]:
+def workspace(tmp_path_factory: pytest.TempPathFactory, webhook: Webhook) -> Iterator[Workspace]:
     """A project in a folder of its own with a hundred small files, three of them unreadable."""
     folder = tmp_path_factory.mktemp("daemon")
     for name in ("dagster.yaml", "workspace.yaml"):
@@ -122,19 +121,11 @@ max_attempts = 2
 [alerts]
 webhook_url = "http://127.0.0.1:{webhook.server_port}/hook"
 """)
-    with chdir(folder):
-        loaded = load_recipe(RECIPE)
-        with store_of(loaded):
-            stores = open_stores(loaded)
-            for number in range(FILES):
-                name = f"part-{number:03d}"
-                stores.source.put(f"{name}.jsonl", b"" if name in BAD else completions(name))
-            yield loaded
-
-
-@pytest.fixture(scope="module")
-def stores(recipe: Recipe) -> Stores:
-    return open_stores(recipe)
+    with chdir(folder), open_workspace(RECIPE) as opened:
+        for number in range(FILES):
+            name = f"part-{number:03d}"
+            opened.source.put(f"{name}.jsonl", b"" if name in BAD else completions(name))
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +136,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture(scope="module")
-def ui(recipe: Recipe, stack: ExitStack) -> Dagster:
-    sync_partitions(local_instance(), recipe)
-    running = stack.enter_context(dagster_ui(RECIPE, 0, Path("dagster.log")))
+def ui(workspace: Workspace, stack: ExitStack) -> Dagster:
+    sync_partitions(local_instance(), workspace)
+    running = stack.enter_context(dagster_ui(RECIPE, 0, workspace.access, Path("dagster.log")))
     running.wait_until_loaded()
     return running
 
@@ -182,7 +173,7 @@ def worker(ui: Dagster, run: str) -> psutil.Process:
 
 
 def test_three_bad_files_of_a_hundred_fail_alone_and_only_they_are_rerun(
-    ui: Dagster, stores: Stores, webhook: Webhook
+    ui: Dagster, workspace: Workspace, webhook: Webhook
 ) -> None:
     ui.switch_on(["tell_of_failed_runs"], [])
     ui.backfill(FILE_ASSETS, [f"part-{number:03d}" for number in range(FILES)])
@@ -201,13 +192,13 @@ def test_three_bad_files_of_a_hundred_fail_alone_and_only_they_are_rerun(
         assert "is empty" in str(record.asset_observation.metadata["reason"].value)
 
     assert ui.wait_for_run(ui.materialize(["training_set"]), PATIENCE_S).succeeded
-    frozen = load_training_set(load_recipe(RECIPE))
+    frozen = load_training_set(workspace.derived)
     assert (len(frozen.shards), set(frozen.missing), frozen.verdict.passed) == (97, BAD, True)
     until(lambda: bool(webhook.told), "the webhook")
     assert set(webhook.told[0]["failed"]) == BAD
 
     for name in BAD:
-        stores.source.put(f"{name}.jsonl", completions(name))
+        workspace.source.put(f"{name}.jsonl", completions(name))
     before = ui.last_materialization("tokenized_shards", "part-016")
     ui.backfill(FILE_ASSETS, sorted(failed_and_missing(ui, "tokenized_shards")))
     for asset in FILE_ASSETS:
@@ -227,11 +218,11 @@ def test_what_is_valid_is_skipped_in_milliseconds_and_says_so(ui: Dagster) -> No
     assert seconds[20] < 5, "milliseconds on an idle machine"
 
 
-def test_a_killed_run_keeps_what_it_finished_and_is_tried_again(ui: Dagster, stores: Stores) -> None:
+def test_a_killed_run_keeps_what_it_finished_and_is_tried_again(ui: Dagster, workspace: Workspace) -> None:
     names = [f"slow-{number:02d}" for number in range(12)]
     for name in names:
-        stores.source.put(f"{name}.jsonl", completions(name, 4000))
-    sync_partitions(local_instance(), load_recipe(RECIPE))
+        workspace.source.put(f"{name}.jsonl", completions(name, 4000))
+    sync_partitions(local_instance(), workspace)
     running = ui.materialize(FILE_ASSETS, names[0], last=names[-1])
     until(lambda: len(failed_and_missing(ui, "loss_mask_stats")) < 12, "the first file")
     done = set(names) - failed_and_missing(ui, "loss_mask_stats")
@@ -246,12 +237,12 @@ def test_a_killed_run_keeps_what_it_finished_and_is_tried_again(ui: Dagster, sto
     assert all(r.asset_materialization and r.asset_materialization.metadata["skipped, still valid"] for r in latest)
 
 
-def test_new_and_hostile_names_go_to_statistics_by_themselves(ui: Dagster, stores: Stores) -> None:
+def test_new_and_hostile_names_go_to_statistics_by_themselves(ui: Dagster, workspace: Workspace) -> None:
     hostile = {name: partition_key(name, "") for name in ("sub/dir, 1 ...jsonl", "Größe 尺寸.jsonl")}
     for name in hostile:
-        stores.source.put(name, completions(name))
-    stores.source.put("part-000.jsonl", completions("changed"))
-    stores.source.put("part-never.jsonl", b"")
+        workspace.source.put(name, completions(name))
+    workspace.source.put("part-000.jsonl", completions("changed"))
+    workspace.source.put("part-never.jsonl", b"")
     before = ui.last_materialization("tokenized_shards", "part-000")
     ui.switch_on(["new_completion_files"], ["rerun_failed_files"])
     until(lambda: ui.partitions("loss_mask_stats")[0] == FILES + 12 + 3, "new partitions")
@@ -261,7 +252,7 @@ def test_new_and_hostile_names_go_to_statistics_by_themselves(ui: Dagster, store
         assert ui.last_materialization("loss_mask_stats", key) is not None, key
 
 
-def test_training_waits_streams_saves_and_continues(ui: Dagster, stores: Stores) -> None:
+def test_training_waits_streams_saves_and_continues(ui: Dagster, workspace: Workspace) -> None:
     assert ui.wait_for_run(ui.materialize(["training_set"]), PATIENCE_S).succeeded
     first = ui.materialize(["drafter_checkpoint"])
     until(lambda: re.search(r"step \d+/\d+, loss .* left", log(ui, first)) is not None, "steps in the run's log")
@@ -275,7 +266,7 @@ def test_training_waits_streams_saves_and_continues(ui: Dagster, stores: Stores)
     until(lambda: status(ui, first) == "CANCELED", "termination")
     psutil.wait_procs(processes, timeout=60)
     assert not [process for process in processes if process.is_running()]
-    assert [key for key, _, _ in stores.derived.list("drafter_checkpoint/") if key.endswith(".json")], "no checkpoint"
+    assert [key for key, _, _ in workspace.derived.list(RUNS) if key.endswith(".json")], "no checkpoint"
 
     page = dg.AssetRecordsFilter(dg.AssetKey("drafter_checkpoint"))
     (point, *_) = local_instance().fetch_observations(page, limit=10).records
@@ -286,7 +277,7 @@ def test_training_waits_streams_saves_and_continues(ui: Dagster, stores: Stores)
     step = re.search(r"step (\d+)/", log(ui, second))
     assert step is not None
     assert int(step.group(1)) > 1, "it continues"
-    (trainer,) = [process for process in worker(ui, second).children() if "--result" in process.cmdline()]
+    (trainer,) = [process for process in worker(ui, second).children() if "_run_child" in " ".join(process.cmdline())]
     os.kill(trainer.pid, signal.SIGKILL)
     end = ui.wait_for_run(second, PATIENCE_S)
     assert not end.succeeded
@@ -327,12 +318,12 @@ def test_make_dev_switches_on_what_nobody_has_touched(ui: Dagster) -> None:
     assert states()["nightly_stages"] == "STOPPED", "somebody's own choice stays"
 
 
-def test_stopping_waits_for_the_checkpoint(ui: Dagster, stack: ExitStack, stores: Stores) -> None:
+def test_stopping_waits_for_the_checkpoint(ui: Dagster, stack: ExitStack, workspace: Workspace) -> None:
     run = ui.materialize(["drafter_checkpoint"])
     until(lambda: re.search(r"step \d+/", log(ui, run)) is not None, "training")
-    saved = {key for key, _, _ in stores.derived.list("drafter_checkpoint/")}
+    saved = {key for key, _, _ in workspace.derived.list(RUNS)}
     stack.close()
     ended = local_instance().get_run_by_id(run)
     assert ended is not None
     assert ended.status == dg.DagsterRunStatus.CANCELED
-    assert {key for key, _, _ in stores.derived.list("drafter_checkpoint/")} - saved, "a newer checkpoint"
+    assert {key for key, _, _ in workspace.derived.list(RUNS)} - saved, "a newer checkpoint"

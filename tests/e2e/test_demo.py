@@ -25,7 +25,7 @@ def test_the_story_holds(told: Told, project: Path) -> None:
     assert report.broken_promises() == []
     assert report.rows_rejected >= 1
     assert "FAILS: part-03" in told.stdout
-    assert "part-03 generated anew" in told.stdout
+    assert "part-03 generated again" in told.stdout
 
 
 def test_what_it_exported_loads(told: Told, project: Path) -> None:

@@ -1,6 +1,6 @@
 """A day with the UI, in a real browser: backfill, three failures, their reasons, the rerun, the gate, plots, training.
 
-docs/operating.md tells the same walk to people; `--screenshots=docs` takes its pictures anew.
+docs/operating.md tells the same walk to people; `--screenshots=docs` takes its pictures again.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from dflash_core.storage.store import open_stores
+from dflash_core.storage.layout import RUNS
 from tests.e2e.walking import BAD, FILES, World, partitions, walking
 
 pytestmark = [pytest.mark.walk, pytest.mark.timeout(600)]
@@ -176,5 +176,5 @@ def test_training_shows_its_steps_and_ends_when_told(world: World, page: Page, s
 
     ended = world.ui.wait_for_run(run, TIMEOUT_S)
     assert not ended.succeeded
-    saved = [key for key, _, _ in open_stores(world.recipe).derived.list("drafter_checkpoint/")]
+    saved = [key for key, _, _ in world.workspace.derived.list(RUNS)]
     assert saved, "the terminated training left its checkpoint"

@@ -11,9 +11,7 @@ from demo.word_problems import WordProblem, word_problems
 from dflash_assets.dev import dagster_ui, local_instance
 from dflash_assets.graphql import Dagster
 from dflash_assets.partitions import sync_partitions
-from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.storage.embedded import store_of
-from dflash_core.storage.store import open_stores
+from dflash_core.workspace import Workspace, open_workspace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES, ROWS = 12, 60
@@ -57,12 +55,12 @@ class World:
     """A project folder with a running UI."""
 
     folder: Path
-    recipe: Recipe
+    workspace: Workspace
     ui: Dagster
 
     def put(self, partition: str, body: bytes) -> None:
         """Make this the partition's source file."""
-        open_stores(self.recipe).source.put(f"{partition}.jsonl", body)
+        self.workspace.source.put(f"{partition}.jsonl", body)
 
     def repair(self) -> None:
         """Good completions in place of the bad files."""
@@ -77,15 +75,14 @@ def walking(folder: Path, port: int = 0) -> Iterator[World]:
         shutil.copy(REPOSITORY / name, folder / name)
     shutil.copytree(REPOSITORY / "demo", folder / "demo")
     (folder / "walk.toml").write_text(RECIPE)
-    recipe = load_recipe(folder / "walk.toml")
-    with chdir(folder), store_of(recipe):
-        source = open_stores(recipe).source
+    recipe = Path("walk.toml")
+    with chdir(folder), open_workspace(recipe) as workspace:
         for partition in partitions():
-            source.put(f"{partition}.jsonl", BAD.get(partition) or good_file(partition))
-        sync_partitions(local_instance(), recipe)
-        with dagster_ui(Path("walk.toml"), port, folder / "dagster.log") as ui:
+            workspace.source.put(f"{partition}.jsonl", BAD.get(partition) or good_file(partition))
+        sync_partitions(local_instance(), workspace)
+        with dagster_ui(recipe, port, workspace.access, folder / "dagster.log") as ui:
             ui.wait_until_loaded()
-            yield World(folder, recipe, ui)
+            yield World(folder, workspace, ui)
 
 
 def partitions() -> list[str]:

@@ -20,7 +20,7 @@ from transformers import (
 
 from dflash_core.drafter.config import DrafterConfig
 from dflash_core.drafter.model import Drafter
-from dflash_core.evaluation.target import VerifyingTarget
+from dflash_core.target.cached import CachedTarget
 from tests.training.conftest import make_recipe, target_folder
 
 torch.set_num_threads(1)
@@ -31,10 +31,10 @@ VOCABULARY = 64
 
 
 @pytest.fixture
-def make_target() -> Callable[[str, int], VerifyingTarget]:
+def make_target() -> Callable[[str, int], CachedTarget]:
     """A target with weights large enough that its greedy output is no short loop."""
 
-    def make(family: str, vocabulary: int = VOCABULARY) -> VerifyingTarget:
+    def make(family: str, vocabulary: int = VOCABULARY) -> CachedTarget:
         torch.manual_seed(0)
         shape: dict[str, Any] = {
             "vocab_size": vocabulary,
@@ -56,14 +56,14 @@ def make_target() -> Callable[[str, int], VerifyingTarget]:
             "linear_value_head_dim": 16,
         }
         if family == "llama":
-            return VerifyingTarget(LlamaForCausalLM(LlamaConfig(**shape)), LAYER_IDS)
+            return CachedTarget(LlamaForCausalLM(LlamaConfig(**shape)), LAYER_IDS)
         if family == "qwen2":
-            return VerifyingTarget(Qwen2ForCausalLM(Qwen2Config(**shape)), LAYER_IDS)
+            return CachedTarget(Qwen2ForCausalLM(Qwen2Config(**shape)), LAYER_IDS)
         if family == "sliding":
-            return VerifyingTarget(MistralForCausalLM(MistralConfig(**shape, sliding_window=16)), LAYER_IDS)
+            return CachedTarget(MistralForCausalLM(MistralConfig(**shape, sliding_window=16)), LAYER_IDS)
         if family == "qwen3":
-            return VerifyingTarget(Qwen3ForCausalLM(Qwen3Config(**shape)), LAYER_IDS)
-        return VerifyingTarget(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape, **linear)), LAYER_IDS)
+            return CachedTarget(Qwen3ForCausalLM(Qwen3Config(**shape)), LAYER_IDS)
+        return CachedTarget(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape, **linear)), LAYER_IDS)
 
     return make
 

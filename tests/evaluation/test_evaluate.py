@@ -8,25 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load
 
-from dflash_core.batches.split import is_held_out
-from dflash_core.drafter.export import export_drafter
+from dflash_core.batches.order import is_held_out
+from dflash_core.cli import terminal
+from dflash_core.decoding.decode import DecodedAnswer, DecodingOptions, generate
+from dflash_core.decoding.drafts import Draft
+from dflash_core.decoding.prompts import HeldOutPrompt, ThinkingSwitch
 from dflash_core.drafter.folder import load_drafter
-from dflash_core.errors import IncompatibleError, ObjectMissing, RecipeError, UserError
+from dflash_core.errors import IncompatibleError, ObjectMissing, UserError
 from dflash_core.evaluation import evaluate as module
 from dflash_core.evaluation import measure
-from dflash_core.evaluation.acceptance import LEAST_PROMPTS
-from dflash_core.evaluation.decode import Generation, Sampling, generate
-from dflash_core.evaluation.drafts import Draft
 from dflash_core.evaluation.evaluate import evaluate_drafter
-from dflash_core.evaluation.markdown import to_terminal
-from dflash_core.evaluation.prompts import Prompt, ThinkingSwitch
-from dflash_core.evaluation.target import VerifyingTarget, load_verifying_target
-from dflash_core.recipe import Evaluation, Export, Recipe
-from dflash_core.records import DrafterEval, DrafterExport
-from dflash_core.storage.store import Store
-from dflash_core.training.run import train_drafter
+from dflash_core.export.export import export_drafter
+from dflash_core.recipe import EvaluationSettings, ExportSettings, Recipe
+from dflash_core.records import LEAST_PROMPTS, DrafterEval, DrafterExport
+from dflash_core.storage.s3 import Store
+from dflash_core.target.cached import CachedTarget
+from dflash_core.training.job import Job
+from dflash_core.training.train import train
+from dflash_core.workspace import Workspace, connect
 from tests.console import shown
 from tests.training.conftest import put_training_set, random_rows
 
@@ -39,29 +40,32 @@ def nothing(*_: object) -> None:
 
 
 @pytest.fixture
-def recipe(make_recipe: MakeRecipe, s3: Store) -> Recipe:
-    """A recipe whose run is trained."""
+def workspace(make_recipe: MakeRecipe, s3: Store) -> Workspace:
+    """One whose run is trained."""
     put_training_set(s3, ROWS)
-    made = make_recipe(max_steps=2, held_out_share=0.3)
-    train_drafter(made, None, False, nothing)
-    return made.model_copy(
-        update={"evaluation": Evaluation(prompts=5, max_new_tokens=12, timed_prompts=2, batch=2, cut_prompts=2)}
-    )
+    made = connect(make_recipe(max_steps=2, held_out_share=0.3))
+    train(made, Job(), nothing)
+    return with_evaluation(made, prompts=5, max_new_tokens=12, timed_prompts=2, batch=2, cut_prompts=2)
 
 
-def with_evaluation(recipe: Recipe, **changes: Any) -> Recipe:
-    """The recipe with other settings of its evaluation."""
-    return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update=changes)})
+def with_recipe(workspace: Workspace, **changes: Any) -> Workspace:
+    """The workspace with other tables in its recipe."""
+    return replace(workspace, recipe=workspace.recipe.model_copy(update=changes))
 
 
-def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Recipe, s3: Store) -> None:
+def with_evaluation(workspace: Workspace, **changes: Any) -> Workspace:
+    """The workspace with other settings of its recipe's evaluation."""
+    return with_recipe(workspace, evaluation=workspace.recipe.evaluation.model_copy(update=changes))
+
+
+def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(workspace: Workspace, s3: Store) -> None:
     seen: list[tuple[int, int]] = []
-    report = evaluate_drafter(recipe, None, lambda done, total: seen.append((done, total)))
+    report = evaluate_drafter(workspace, None, lambda done, total: seen.append((done, total)))
     held_out = {
         tuple(ids[: spans[0][0]])
         for rows in ROWS.values()
         for row_id, ids, spans in rows
-        if is_held_out(recipe.seed, row_id, 0.3)
+        if is_held_out(workspace.recipe.seed, row_id, 0.3)
     }
     assert report.prompts == min(5, len(held_out)) > 2
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -80,15 +84,15 @@ def test_a_run_is_evaluated_once_on_prompts_that_training_never_saw(recipe: Reci
         assert value in text
 
     again: list[object] = []
-    assert evaluate_drafter(recipe, report.run, lambda *step: again.append(step)) == report
+    assert evaluate_drafter(workspace, report.run, lambda *step: again.append(step)) == report
     assert not again
-    wider = recipe.model_copy(update={"evaluation": Evaluation(prompts=3, max_new_tokens=6)})
+    wider = with_recipe(workspace, evaluation=EvaluationSettings(prompts=3, max_new_tokens=6))
     assert evaluate_drafter(wider, report.run, nothing).tokens == 18
 
 
-def test_the_terminal_shows_what_matters(recipe: Recipe) -> None:
-    report = evaluate_drafter(recipe, None, nothing)
-    text = shown(to_terminal(report, "s3://bucket/acceptance.png"))
+def test_the_terminal_shows_what_matters(workspace: Workspace) -> None:
+    report = evaluate_drafter(workspace, None, nothing)
+    text = shown(terminal.acceptance(report, "s3://bucket/acceptance.png"))
     for value in (
         f"{report.acceptance_length:.2f}",
         "n-gram drafter",
@@ -100,11 +104,11 @@ def test_the_terminal_shows_what_matters(recipe: Recipe) -> None:
     ):
         assert value in text
     lossy = report.model_copy(update={"lossless": False, "differing_prompts": 2})
-    assert "NOT lossless: 2 of 5 outputs differ" in shown(to_terminal(lossy, ""))
+    assert "NOT lossless: 2 of 5 outputs differ" in shown(terminal.acceptance(lossy, ""))
 
 
-def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe, s3: Store) -> None:
-    report = evaluate_drafter(with_evaluation(recipe, prompts=40), None, nothing)
+def test_cuts_add_up_and_what_is_missing_has_a_reason(workspace: Workspace, s3: Store) -> None:
+    report = evaluate_drafter(with_evaluation(workspace, prompts=40), None, nothing)
     files, folders = ([cut for cut in report.cuts if cut.cut == kind] for kind in ("file", "folder"))
     assert [cut.name for cut in folders] == ["code", "maths"]
     assert [cut.prompts for cut in folders] == [report.prompt_files.count(file) for file in sorted(ROWS)]
@@ -130,44 +134,52 @@ def test_cuts_add_up_and_what_is_missing_has_a_reason(recipe: Recipe, s3: Store)
 
 
 def test_a_response_without_a_verification_step_is_left_out_of_the_mean_over_responses(
-    recipe: Recipe, s3: Store, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, s3: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure_all = measure.Meter.measure
 
-    def ended_at_once(self: measure.Meter, prompts: list[Prompt], switch: ThinkingSwitch | None) -> measure.Measured:
+    def ended_at_once(
+        self: measure.Meter, prompts: list[HeldOutPrompt], switch: ThinkingSwitch | None
+    ) -> measure.Decodings:
         made = measure_all(self, prompts, switch)
         for side in (made.main.drafter, made.plain):
             side[1] = replace(side[1], tokens=side[1].tokens[:1], steps=())
         return made
 
     monkeypatch.setattr(measure.Meter, "measure", ended_at_once)
-    report = evaluate_drafter(recipe, None, nothing)
+    report = evaluate_drafter(workspace, None, nothing)
     lengths = [*report.acceptance_length_per_prompt]
     assert (lengths.pop(1), report.responses_without_steps) == (1.0, 1)
     assert report.acceptance_length_response_mean == pytest.approx(sum(lengths) / len(lengths))
     assert "(left out: 1 that ended with the first token)" in s3.read(report.markdown).decode()
 
 
-def test_the_clock_runs_only_after_each_side_has_decoded_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_runs_only_after_each_side_has_decoded_once(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[tuple[int, ...], int, int]] = []
 
-    def remember(target: VerifyingTarget, draft: Draft, prompt: tuple[int, ...], sampling: Sampling) -> Generation:
-        asked.append((prompt, draft.block_size, sampling.max_new_tokens))
-        return generate(target, draft, prompt, sampling)
+    def remember(
+        target: CachedTarget, draft: Draft, prompt: tuple[int, ...], options: DecodingOptions
+    ) -> DecodedAnswer:
+        asked.append((prompt, draft.block_size, options.max_new_tokens))
+        return generate(target, draft, prompt, options)
 
     monkeypatch.setattr(measure, "WARM_UP_TOKENS", 3)
     monkeypatch.setattr(measure, "generate", remember)
-    evaluate_drafter(recipe, None, nothing)
+    evaluate_drafter(workspace, None, nothing)
     assert [limit for _, _, limit in asked] == [3, 3, 12, 12, 12, 12]
     assert asked[0][:2] == asked[2][:2]  # the drafter on the first prompt
     assert asked[1][:2] == asked[3][:2]  # and without
 
 
-def test_each_thinking_state_is_measured_on_the_same_prompts(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts: list[Prompt] = []
+def test_each_thinking_state_is_measured_on_the_same_prompts(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[HeldOutPrompt] = []
     drawn = module.held_out_prompts
 
-    def remember(*arguments: Any) -> list[Prompt]:
+    def remember(*arguments: Any) -> list[HeldOutPrompt]:
         prompts.extend(drawn(*arguments))
         return prompts
 
@@ -177,7 +189,7 @@ def test_each_thinking_state_is_measured_on_the_same_prompts(recipe: Recipe, mon
 
     monkeypatch.setattr(module, "held_out_prompts", remember)
     monkeypatch.setattr(module, "thinking_switch", switch)
-    report = evaluate_drafter(recipe, None, nothing)
+    report = evaluate_drafter(workspace, None, nothing)
     on, off = (cut for cut in report.cuts if cut.cut == "thinking")
     having = [p.ids[-1] == prompts[0].ids[-1] for p in prompts[:2]]
     assert (on.name, off.name) == ("on", "off")
@@ -188,12 +200,12 @@ def test_each_thinking_state_is_measured_on_the_same_prompts(recipe: Recipe, mon
     assert "thinking" not in report.skipped_cuts
 
 
-def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recipe: Recipe) -> None:
-    recipe = with_evaluation(recipe, prompts=12)
-    first = evaluate_drafter(recipe, None, nothing)
+def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(workspace: Workspace) -> None:
+    workspace = with_evaluation(workspace, prompts=12)
+    first = evaluate_drafter(workspace, None, nothing)
     assert (first.previous.verdict, first.previous.run) == ("skipped", None)
-    other = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_steps": 3})})
-    train_drafter(other, None, False, nothing)
+    other = with_recipe(workspace, training=workspace.recipe.training.model_copy(update={"max_steps": 3}))
+    train(other, Job(), nothing)
     second = evaluate_drafter(other, None, nothing)
     assert second.previous.run == first.run
     assert second.previous.difference == pytest.approx(second.acceptance_length - first.acceptance_length)
@@ -206,8 +218,8 @@ def test_a_new_drafter_is_compared_with_the_one_before_on_the_same_prompts(recip
     assert third.prompts_sha256[:12] in third.previous.reason
 
 
-def test_a_smaller_block_is_evaluated_and_a_larger_one_refused_with_both_values(recipe: Recipe) -> None:
-    small, large = (with_evaluation(recipe, block_size=size) for size in (2, 5))
+def test_a_smaller_block_is_evaluated_and_a_larger_one_refused_with_both_values(workspace: Workspace) -> None:
+    small, large = (with_evaluation(workspace, block_size=size) for size in (2, 5))
     report = evaluate_drafter(small, None, nothing)
     assert (report.block_size, len(report.histogram), len(report.conditional_acceptance)) == (2, 2, 1)
     assert report.lossless
@@ -215,19 +227,19 @@ def test_a_smaller_block_is_evaluated_and_a_larger_one_refused_with_both_values(
         evaluate_drafter(large, None, nothing)
 
 
-def test_sampling_is_evaluated_too(recipe: Recipe) -> None:
-    hot = recipe.model_copy(update={"evaluation": Evaluation(prompts=3, max_new_tokens=8, temperature=1.0)})
+def test_sampling_is_evaluated_too(workspace: Workspace) -> None:
+    hot = with_recipe(workspace, evaluation=EvaluationSettings(prompts=3, max_new_tokens=8, temperature=1.0))
     report = evaluate_drafter(hot, None, nothing)
     assert (report.temperature, report.tokens, report.lossless) == (1.0, 24, False)
 
 
-def test_an_export_is_the_published_folder_in_both_places(recipe: Recipe, s3: Store, tmp_path: Path) -> None:
+def test_an_export_is_the_published_folder_in_both_places(workspace: Workspace, s3: Store, tmp_path: Path) -> None:
     local = tmp_path / "out" / "drafter"
-    recipe = recipe.model_copy(update={"export": Export(local_dir=local, speculators=False)})
-    bare = export_drafter(recipe, None)
+    workspace = with_recipe(workspace, export=ExportSettings(local_dir=local, speculators=False))
+    bare = export_drafter(workspace, None)
     assert "had not been run" in (local / "README.md").read_text()
-    report = evaluate_drafter(recipe, None, nothing)
-    export = export_drafter(recipe, report.run)
+    report = evaluate_drafter(workspace, None, nothing)
+    export = export_drafter(workspace, report.run)
     names = ["config.json", "model.safetensors", "README.md"]
     assert [f.key.rsplit("/", 1)[1] for f in export.files] == names
     assert export.files[:2] == bare.files[:2]
@@ -244,35 +256,27 @@ def test_an_export_is_the_published_folder_in_both_places(recipe: Recipe, s3: St
     assert load_drafter(local).config.mask_token_id == 96
 
 
-def test_another_target_is_refused_with_both_values(recipe: Recipe, tmp_path: Path) -> None:
+def test_another_target_is_refused_with_both_values(workspace: Workspace, tmp_path: Path) -> None:
     other = tmp_path / "target"
     other.mkdir()
-    for file in recipe.target.path.iterdir():
+    for file in workspace.recipe.target.path.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"hidden_size": 48}))
-    moved = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": other})})
+    moved = with_recipe(workspace, target=workspace.recipe.target.model_copy(update={"path": other}))
     with pytest.raises(IncompatibleError, match=r"hidden size 32, this target has 48"):
         export_drafter(moved, None)
     with pytest.raises(IncompatibleError, match=r"was trained with target \w{12}, .* is \w{12}"):
         evaluate_drafter(moved, None, nothing)
 
 
-def test_a_target_with_absent_weights_is_refused(target_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((target_folder / "config.json").read_bytes())
-    tensors = load_file(target_folder / "model.safetensors")
-    tensors.pop("model.layers.4.mlp.up_proj.weight")
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RecipeError, match=r"1 weights are absent .*layers\.4\.mlp\.up_proj"):
-        load_verifying_target(tmp_path, (1,), torch.float32, torch.device("cpu"))
-
-
 def test_without_a_run_or_a_held_out_prompt_the_sentence_says_what_to_do(make_recipe: MakeRecipe, s3: Store) -> None:
-    for call in (lambda: export_drafter(make_recipe(), None), lambda: evaluate_drafter(make_recipe(), "r9", nothing)):
+    empty = connect(make_recipe())
+    for call in (lambda: export_drafter(empty, None), lambda: evaluate_drafter(empty, "r9", nothing)):
         with pytest.raises(ObjectMissing, match="train a drafter first"):
             call()
     put_training_set(s3, ROWS)
-    made = make_recipe(max_steps=1, held_out_share=0.0)
-    train_drafter(made, None, False, nothing)
+    made = connect(make_recipe(max_steps=1, held_out_share=0.0))
+    train(made, Job(), nothing)
     with pytest.raises(UserError, match=r"raise training\.held_out_share"):
         evaluate_drafter(made, None, nothing)

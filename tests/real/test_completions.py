@@ -10,30 +10,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_core.completions.reading import CompletionFile
-from dflash_core.completions.record import Completion
-from dflash_core.quality.flags import Flag
-from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
+from dflash_core.completions.completion import Completion
+from dflash_core.completions.read import CompletionFile
+from dflash_core.recipe import Recipe, SourceSettings, StorageSettings, TargetSettings, TokenizationSettings
 from dflash_core.records import SourceFile
-from dflash_core.storage.store import Store, list_sources
-from dflash_core.tokenization.files import FileTokenizer
-from dflash_core.tokenization.pipeline import FileDone, process_files
-from dflash_core.tokenization.rows import Row
-from dflash_core.tokenization.shards import read_shard
+from dflash_core.shards.arrow import read_shard
+from dflash_core.shards.pipeline import tokenize_files
+from dflash_core.shards.tokenize_file import FileTokenizer
+from dflash_core.shards.workers import FileDone
+from dflash_core.storage.partitions import list_sources
+from dflash_core.storage.s3 import Store
+from dflash_core.tokenization.encode import EncodedRow
+from dflash_core.tokenization.flags import Flag
+from dflash_core.workspace import connect
 
 FILES = ("reason_tool_use_50", "deepseek_math_v2_proofs", "gsm8k_175b", "gsm8k_train")
-Encoded = tuple[dict, Completion, int, Row]
-"""Row as written, completion, turn, encoded row."""
+Encoded = tuple[dict, Completion, EncodedRow]
+"""Line as written, completion, encoded row."""
 
 
 def recipe(material: Path, **tokenization: object) -> Recipe:
     given = {"max_length": 1 << 20, "min_supervised_tokens": 1, "workers": 1, **tokenization}
     return Recipe(
         name="real",
-        source=Source(bucket="unused", prefix="completions/"),
-        storage=Storage(bucket="unused", prefix="derived/"),
-        target=Target(path=material / "tokenizers" / "qwen3.6"),
-        tokenization=Tokenization.model_validate(given),
+        source=SourceSettings(bucket="unused", prefix="completions/"),
+        storage=StorageSettings(bucket="unused", prefix="derived/"),
+        target=TargetSettings(path=material / "tokenizers" / "qwen3.6"),
+        tokenization=TokenizationSettings.model_validate(given),
     )
 
 
@@ -63,23 +66,22 @@ def encoded(tokenizer: FileTokenizer, path: Path, every: int = 1) -> Iterator[En
     body = path.read_bytes()
     lines = body.split(b"\n")
     completions = [c for c in CompletionFile(body, str(path)) if isinstance(c, Completion) and c.line % every == 0]
-    items = [(completion, turn) for completion in completions for turn in completion.turns]
     assert tokenizer.encoder is not None
-    for (completion, turn), row in zip(items, tokenizer.encoder.encode(items), strict=True):
-        assert isinstance(row, Row), row
-        yield json.loads(lines[completion.line - 1]), completion, turn, row
+    for completion, row in zip(completions, tokenizer.encoder.encode(completions), strict=True):
+        assert isinstance(row, EncodedRow), row
+        yield json.loads(lines[completion.line - 1]), completion, row
 
 
 def served(serving, rows: list[Encoded], *, prompt: bool) -> list[list[int]]:
     """Ids of each row as transformers, and so an engine, renders it: up to its answer, or with it."""
     texts = [
         serving.apply_chat_template(
-            written["messages"][: turn + (not prompt)],
+            written["messages"][: len(completion.messages) - prompt],
             tools=written.get("tools") or None,
             add_generation_prompt=prompt,
             tokenize=False,
         )
-        for written, _, turn, _ in rows
+        for written, completion, _ in rows
     ]
     return serving(texts, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
@@ -87,9 +89,9 @@ def served(serving, rows: list[Encoded], *, prompt: bool) -> list[list[int]]:
 def check(serving, rows: list[Encoded]) -> None:
     """Ids are serving's, the mask is the answer's."""
     given = zip(rows, served(serving, rows, prompt=False), served(serving, rows, prompt=True), strict=True)
-    for (_, completion, turn, row), full, prompt in given:
+    for (_, completion, row), full, prompt in given:
         assert row.ids.tolist() == full
-        answer = completion.messages[turn]
+        answer = completion.messages[-1]
         if answer.reasoning is not None:
             assert row.ids[: row.start].tolist() == prompt
         else:  # the newline that serving pre-fills is one token with that of the empty thought
@@ -116,8 +118,8 @@ def test_production_like_rows_have_the_ids_of_serving(tokenizer, serving, bench_
 def test_all_real_rows_take_the_fast_path_to_the_references_result(material: Path, tokenizer, name: str) -> None:
     assert tokenizer.encoder is not None
     assert tokenizer.encoder.backend.name == "fastokens"
-    for _, completion, turn, row in encoded(tokenizer, material / "data" / "completions" / f"{name}.jsonl", 10):
-        expected = tokenizer.reference.encode(completion, turn)
+    for _, completion, row in encoded(tokenizer, material / "data" / "completions" / f"{name}.jsonl", 10):
+        expected = tokenizer.reference.encode(completion)
         assert np.array_equal(row.ids, expected.ids)
         assert (row.start, row.end, row.flags) == (expected.start, expected.end, expected.flags)
 
@@ -126,14 +128,14 @@ def test_the_real_files_go_through_the_store(material: Path, s3: Store) -> None:
     given = recipe(material)
     settings = given.model_copy(
         update={
-            "source": Source(bucket=s3.bucket, prefix="completions/"),
-            "storage": Storage(bucket=s3.bucket, prefix=s3.prefix),
+            "source": SourceSettings(bucket=s3.bucket, prefix="completions/"),
+            "storage": StorageSettings(bucket=s3.bucket, prefix=s3.prefix),
         }
     )
     source = Store(s3.client, s3.bucket, "completions/")
     for name in FILES:
         source.put(f"{name}.jsonl", (material / "data" / "completions" / f"{name}.jsonl").read_bytes())
-    done = {outcome.source.partition: outcome for outcome in process_files(settings, list_sources(source))}
+    done = {outcome.source.partition: outcome for outcome in tokenize_files(connect(settings), list_sources(source))}
     assert all(isinstance(outcome, FileDone) for outcome in done.values())
     kept = {partition: outcome.manifest.rows_kept for partition, outcome in done.items()}
     assert kept == {

@@ -7,8 +7,9 @@ from pathlib import Path
 import psutil
 
 from dflash_core.recipe import Recipe
-from dflash_core.storage.store import list_sources, open_stores
-from dflash_core.tokenization.pipeline import process_files
+from dflash_core.shards.pipeline import tokenize_files
+from dflash_core.storage.partitions import list_sources
+from dflash_core.workspace import connect
 
 FILES = 6
 SHARE = 0.6
@@ -25,17 +26,19 @@ def test_the_process_that_forked_the_workers_keeps_no_tokenizer(bucket: str, mat
             "tokenization": {"workers": 2},
         }
     )
-    stores = open_stores(recipe)
+    workspace = connect(recipe)
     for i in range(FILES):
-        stores.source.put(f"f{i}.jsonl", json.dumps({"prompt": f"q {i}", "completion": "an answer " * 40}).encode())
-    outcomes = process_files(recipe, list_sources(stores.source))
+        workspace.source.put(f"f{i}.jsonl", json.dumps({"prompt": f"q {i}", "completion": "an answer " * 40}).encode())
+    outcomes = tokenize_files(workspace, list_sources(workspace.source))
     next(outcomes)
-    [nursery] = [child for child in psutil.Process().children() if any("worker" in word for word in child.cmdline())]
+    [nursery] = [
+        child for child in psutil.Process().children() if any("_run_child" in word for word in child.cmdline())
+    ]
     held, least = 1, 0
     deadline = time.monotonic() + 60
     while held >= SHARE * least and time.monotonic() < deadline:  # it forgets while the first file is at work
         time.sleep(0.1)
-        workers = [worker.memory_info().rss for worker in nursery.children()]
+        workers = [child.memory_info().rss for child in nursery.children() if child.name() == nursery.name()]
         held, least = nursery.memory_info().rss, min(workers) if len(workers) == 2 else 0
     list(outcomes)
     assert held < SHARE * least

@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from dflash_core.drafter.export import export_drafter
 from dflash_core.drafter.folder import load_drafter
 from dflash_core.errors import TrainingStopped
-from dflash_core.quality.training_set import freeze_training_set
-from dflash_core.recipe import Recipe, Tokenization, load_recipe
+from dflash_core.export.export import export_drafter
+from dflash_core.recipe import Recipe, TokenizationSettings, load_recipe
 from dflash_core.records import SourceFile
-from dflash_core.storage.store import list_sources, open_stores
-from dflash_core.tokenization.files import FileTokenizer
-from dflash_core.tokenization.fingerprint import fingerprint
-from dflash_core.tokenization.pipeline import FileDone, process_files
-from dflash_core.tokenization.shards import read_shard
+from dflash_core.shards.arrow import read_shard
+from dflash_core.shards.pipeline import tokenize_files
+from dflash_core.shards.tokenize_file import FileTokenizer
+from dflash_core.shards.workers import FileDone
+from dflash_core.storage.partitions import list_sources
+from dflash_core.training.job import Job, StopRequest
 from dflash_core.training.metrics import StepMetrics
-from dflash_core.training.run import train_drafter
-from dflash_core.training.trainer import StopRequest
+from dflash_core.training.train import train
+from dflash_core.training_set.freeze import freeze_training_set
+from dflash_core.workspace import connect
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -87,7 +88,7 @@ local_dir = "{tmp_path}/drafter"
     )
     recipe = load_recipe(path)
     lines = (material / "data/completions/gsm8k_train.jsonl").read_bytes().splitlines(keepends=True)[:ROWS]
-    open_stores(recipe).source.put("gsm8k.jsonl", b"".join(lines))
+    connect(recipe).source.put("gsm8k.jsonl", b"".join(lines))
     return recipe
 
 
@@ -96,7 +97,7 @@ def test_a_template_without_reasoning_gives_the_ids_of_serving_for_every_row(
     recipe: Recipe, material: Path, name: str
 ) -> None:
     settings = recipe.model_copy(
-        update={"tokenization": Tokenization(max_length=1 << 20, min_supervised_tokens=1, audit_share=0)}
+        update={"tokenization": TokenizationSettings(max_length=1 << 20, min_supervised_tokens=1, audit_share=0)}
     )
     body = (material / "data" / "completions" / f"{name}.jsonl").read_bytes()
     source = SourceFile(partition="p", key="k", uri="u", etag="e", size=len(body))
@@ -118,10 +119,11 @@ def test_a_template_without_reasoning_gives_the_ids_of_serving_for_every_row(
 
 
 def test_train_stop_resume_export(recipe: Recipe, tmp_path: Path) -> None:
-    (done,) = process_files(recipe, list_sources(open_stores(recipe).source))
+    workspace = connect(recipe)
+    (done,) = tokenize_files(workspace, list_sources(workspace.source))
     assert isinstance(done, FileDone), done
     assert done.manifest.rows_kept == ROWS
-    frozen = freeze_training_set(recipe, fingerprint(recipe))
+    frozen = freeze_training_set(workspace)
     assert frozen.verdict.passed, frozen.verdict
 
     losses: dict[int, float] = {}
@@ -135,16 +137,16 @@ def test_train_stop_resume_export(recipe: Recipe, tmp_path: Path) -> None:
             stop.ask()
 
     with pytest.raises(TrainingStopped, match="the same command continues"):
-        train_drafter(recipe, None, False, watch, stop)
+        train(workspace, Job(), watch, stop)
     assert STOP_AFTER <= len(losses) < STEPS
-    checkpoint = train_drafter(recipe, None, False, watch, StopRequest())
+    checkpoint = train(workspace, Job(), watch, StopRequest())
     assert sorted(losses) == list(range(1, STEPS + 1))
     first, last = (sum(losses[step] for step in steps) / 3 for steps in ((1, 2, 3), (STEPS - 2, STEPS - 1, STEPS)))
     assert last < 0.8 * first, losses
     assert checkpoint.steps == STEPS
     assert checkpoint.coverage[0].rows == 4 * STEPS
 
-    exported = export_drafter(recipe, None)
+    exported = export_drafter(workspace, None)
     config = load_drafter(tmp_path / "drafter").config
     published = json.loads((tmp_path / "drafter/config.json").read_text())
     assert published["architectures"] == ["DFlashDraftModel"]

@@ -13,17 +13,19 @@ import torch
 
 from demo.sample import sample_completions
 from demo.word_problems import word_problems
-from dflash_core.drafter.export import export_drafter
-from dflash_core.evaluation.served import Server
-from dflash_core.evaluation.vllm_server import DEFAULTS, VllmOptions, vllm_server
-from dflash_core.quality.training_set import freeze_training_set
+from dflash_core.export.export import export_drafter
 from dflash_core.recipe import Recipe, load_recipe
-from dflash_core.storage.embedded import Endpoint, ensure_bucket
-from dflash_core.storage.store import list_sources, open_stores
-from dflash_core.tokenization.fingerprint import fingerprint
-from dflash_core.tokenization.objects import FileDone
-from dflash_core.tokenization.pipeline import process_files
-from dflash_core.training.run import train_drafter
+from dflash_core.serving.server import Server
+from dflash_core.serving.vllm import DEFAULTS, VllmOptions, vllm_server
+from dflash_core.shards.pipeline import tokenize_files
+from dflash_core.shards.workers import FileDone
+from dflash_core.storage.embedded import ensure_bucket
+from dflash_core.storage.partitions import list_sources
+from dflash_core.storage.s3 import Access
+from dflash_core.training.job import Job
+from dflash_core.training.train import train as train_drafter
+from dflash_core.training_set.freeze import freeze_training_set
+from dflash_core.workspace import Workspace, connect
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_TARGET = REPOSITORY / "demo" / "target"
@@ -37,14 +39,15 @@ Train = Callable[[str, dict[str, Any], bytes], "Trained"]
 class Trained:
     """An exported run."""
 
-    recipe: Recipe
+    workspace: Workspace
     run: str
 
     @property
     def folder(self) -> Path:
         """The exported one."""
-        assert self.recipe.export.local_dir is not None
-        return self.recipe.export.local_dir
+        local_dir = self.workspace.recipe.export.local_dir
+        assert local_dir is not None
+        return local_dir
 
 
 @pytest.fixture(scope="session")
@@ -77,14 +80,13 @@ def demo_target_server(serve: Serve) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def train(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(access: Access, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Completions to exported drafter, each stage as the CLI calls it: train(name, tables of the recipe, JSONL)."""
-    del endpoint
 
     def make(name: str, tables: dict[str, Any], completions: bytes) -> Trained:
         torch.set_num_threads(tables["training"]["placement"]["threads"])
         folder = tmp_path_factory.mktemp(name)
-        ensure_bucket(name)
+        ensure_bucket(name, access)
         recipe = Recipe.model_validate(
             {
                 "name": name,
@@ -94,14 +96,15 @@ def train(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Train
                 **tables,
             }
         )
-        open_stores(recipe).source.put("file.jsonl", completions)
-        (done,) = process_files(recipe, list_sources(open_stores(recipe).source))
+        workspace = connect(recipe)
+        workspace.source.put("file.jsonl", completions)
+        (done,) = tokenize_files(workspace, list_sources(workspace.source))
         assert isinstance(done, FileDone), done
-        frozen = freeze_training_set(recipe, fingerprint(recipe))
+        frozen = freeze_training_set(workspace)
         assert frozen.verdict.passed, frozen.verdict
-        checkpoint = train_drafter(recipe, None, False, lambda metrics: None)
-        export_drafter(recipe, None)
-        return Trained(recipe, checkpoint.run)
+        checkpoint = train_drafter(workspace, Job(), lambda metrics: None)
+        export_drafter(workspace, None)
+        return Trained(workspace, checkpoint.run)
 
     return make
 

@@ -16,19 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_core.batches.cache import open_rows
 from dflash_core.batches.loader import split_rows
+from dflash_core.batches.rows import open_rows
+from dflash_core.decoding.acceptance import acceptance_length, add_histograms
+from dflash_core.decoding.decode import DecodedAnswer, DecodingOptions, generate
+from dflash_core.decoding.drafts import DrafterDraft
+from dflash_core.decoding.prompts import held_out_prompts
 from dflash_core.drafter.folder import load_drafter, read_config, read_state, save_drafter
-from dflash_core.evaluation.acceptance import acceptance_length, add
-from dflash_core.evaluation.decode import Generation, Sampling, generate
-from dflash_core.evaluation.drafts import DrafterDraft
-from dflash_core.evaluation.prompts import held_out_prompts
-from dflash_core.evaluation.serve_check import Question, serve_check
-from dflash_core.evaluation.served import Server
-from dflash_core.evaluation.target import load_verifying_target
-from dflash_core.evaluation.vllm_server import VllmOptions
-from dflash_core.quality.training_set import load_training_set
-from dflash_core.storage.store import open_stores
+from dflash_core.serving.serve_check import Question, serve_check
+from dflash_core.serving.server import Server
+from dflash_core.serving.vllm import VllmOptions
+from dflash_core.target.cached import load_cached_target
+from dflash_core.training_set.freeze import load_training_set
 from tests.serving.conftest import DEMO_TARGET, Serve, Train, Trained
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(3600)]
@@ -39,24 +38,28 @@ PROMPTS = 12
 
 def decode(
     folder: Path, drafter: Path, prompts: Sequence[Sequence[int]], limits: Sequence[int], block_size: int | None = None
-) -> list[Generation]:
+) -> list[DecodedAnswer]:
     """Every prompt at every limit by our decoder."""
     torch.set_num_threads(1)
     made = load_drafter(drafter).eval()
-    target = load_verifying_target(folder, made.config.target_layer_ids, torch.float32, torch.device("cpu"))
+    target = load_cached_target(folder, made.config.target_layer_ids, torch.float32, torch.device("cpu"))
     draft = DrafterDraft(made, target.embedding, target.lm_head, block_size=block_size)
-    return [generate(target, draft, p, Sampling(n, target.stop_tokens)) for n in limits for p in prompts]
+    return [generate(target, draft, p, DecodingOptions(n, target.stop_tokens)) for n in limits for p in prompts]
 
 
 def require_equal(
-    server: Server, decoded: list[Generation], prompts: Sequence[Sequence[int]], limits: Sequence[int], stop: list[int]
+    server: Server,
+    decoded: list[DecodedAnswer],
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    stop: list[int],
 ) -> float:
     """The server gives our tokens and counts our steps; the acceptance length of both."""
     model = server.model(None)
     before = server.counters()
     served = [server.complete(model, prompt, limit, stop) for limit in limits for prompt in prompts]
-    assert [completion.tokens for completion in served] == [generation.tokens for generation in decoded]
-    histogram = add([generation.histogram for generation in decoded])
+    assert [answer.tokens for answer in served] == [answer.tokens for answer in decoded]
+    histogram = add_histograms([answer.histogram for answer in decoded])
     counted = server.counters().since(before)
     assert counted.histogram == histogram
     assert counted.drafts == sum(histogram)
@@ -66,8 +69,8 @@ def require_equal(
 
 def questions(trained: Trained, count: int = PROMPTS) -> list[tuple[int, ...]]:
     """Prompts that the training did not see."""
-    recipe = trained.recipe
-    rows = open_rows(open_stores(recipe).derived, load_training_set(recipe), recipe.storage.work_dir, 4)
+    workspace, recipe = trained.workspace, trained.workspace.recipe
+    rows = open_rows(workspace.derived, load_training_set(workspace.derived, None), workspace.work_dir, 4)
     held_out = split_rows(rows, recipe.seed, recipe.training.held_out_share).held_out
     return [prompt.ids for prompt in held_out_prompts(rows, held_out, recipe.seed, count)]
 
@@ -76,7 +79,7 @@ def test_serve_check_starts_vllm_and_finds_no_difference(
     demo_drafter: Trained, demo_target_server: Server, vllm_python: Path
 ) -> None:
     question = Question(None, plain_url=demo_target_server.url, vllm_python=vllm_python, prompts=PROMPTS)
-    check = serve_check(demo_drafter.recipe, None, question, lambda done, total: None)
+    check = serve_check(demo_drafter.workspace, None, question, lambda done, total: None)
     print(check.model_dump_json(indent=1))
     assert check.served_histogram == check.decoded_histogram
     assert (check.compared, check.differences) == (2 * PROMPTS, ())
@@ -88,8 +91,8 @@ def test_the_speculators_form_is_the_same_drafter_at_any_token_limit(demo_drafte
     prompts = questions(demo_drafter)
     decoded = decode(DEMO_TARGET, demo_drafter.folder, prompts, LIMITS)
     ends = json.loads((DEMO_TARGET / "config.json").read_text())["eos_token_id"]
-    assert any(generation.tokens[-1] == ends for generation in decoded)
-    assert any(len(generation.tokens) == 5 for generation in decoded)
+    assert any(answer.tokens[-1] == ends for answer in decoded)
+    assert any(len(answer.tokens) == 5 for answer in decoded)
     with serve(DEMO_TARGET, demo_drafter.folder / "speculators") as server:
         length = require_equal(server, decoded, prompts, LIMITS, [ends])
     print(f"acceptance length {length:.3f}")
@@ -184,11 +187,11 @@ def test_smollm2_with_weights_in_several_files(
     assert len(files) > 3
     prompts = questions(smollm2_drafter, 6)
     decoded = decode(smollm2, tmp_path, prompts, (48,))
-    stop = sorted(load_verifying_target(smollm2, (1,), torch.float32, torch.device("cpu")).stop_tokens)
+    stop = sorted(load_cached_target(smollm2, (1,), torch.float32, torch.device("cpu")).stop_tokens)
     with serve(smollm2, tmp_path) as server:
         length = require_equal(server, decoded, prompts, (48,), stop)
     with serve(smollm2) as plain:
         alone = [plain.complete(plain.model(None), prompt, 48, stop) for prompt in prompts]
-    assert [completion.tokens for completion in alone] == [generation.tokens for generation in decoded]
+    assert [answer.tokens for answer in alone] == [answer.tokens for answer in decoded]
     print(f"acceptance length {length:.3f}")
     assert length > 1.05

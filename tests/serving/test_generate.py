@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.completions.generation.generate import FileGenerated, Watch, generate_files
-from dflash_core.completions.generation.inputs import list_prompts
-from dflash_core.completions.generation.prompts import Prompt, PromptFile
-from dflash_core.completions.generation.wire import ServerRefuses
-from dflash_core.evaluation.served import Server
-from dflash_core.storage.store import open_stores
-from dflash_core.tokenization.served import PromptEncoder
+from dflash_core.generation.client import ServerRefuses
+from dflash_core.generation.generate import FileGenerated, GenerationWatch, generate_files, list_prompts
+from dflash_core.generation.prompt_file import Prompt, PromptFile
+from dflash_core.serving.server import Server
+from dflash_core.tokenization.encode import PromptEncoder
 from dflash_core.tokenization.tokenizer import load_tokenizer
+from dflash_core.workspace import connect
 from tests.served_recipe import TARGET, put_prompts, served_recipe
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -22,18 +21,20 @@ PROMPTS = 12
 
 def test_rows_carry_the_engines_ids(demo_target_server: Server, bucket: str, tmp_path: Path) -> None:
     recipe = served_recipe(f"{demo_target_server.url}/v1", demo_target_server.model(None), bucket, tmp_path)
-    put_prompts(recipe, PROMPTS)
+    workspace = connect(recipe)
+    put_prompts(workspace, PROMPTS)
     notes: list[str] = []
-    encoder = PromptEncoder(recipe)
-    (outcome,) = generate_files(recipe, list_prompts(recipe), encoder, watch=Watch(on_note=notes.append))
+    encoder = PromptEncoder(recipe.tokenizer_path, recipe.tokenization)
+    (outcome,) = generate_files(
+        workspace, list_prompts(workspace), encoder, watch=GenerationWatch(on_note=notes.append)
+    )
     assert isinstance(outcome, FileGenerated), outcome
     assert notes == []
-    stores = open_stores(recipe)
-    assert stores.prompts is not None
-    prompts = [p for p in PromptFile(stores.prompts.get("part-03.jsonl").body, "") if isinstance(p, Prompt)]
+    assert workspace.prompts is not None
+    prompts = [p for p in PromptFile(workspace.prompts.get("part-03.jsonl").body, "") if isinstance(p, Prompt)]
     ids = {prompt.row_id: encoder(prompt) for prompt in prompts}
-    tokenizer = load_tokenizer(recipe)
-    rows = [json.loads(line) for line in stores.source.get("part-03.jsonl").body.splitlines()]
+    tokenizer = load_tokenizer(recipe.tokenizer_path, recipe.tokenization)
+    rows = [json.loads(line) for line in workspace.source.get("part-03.jsonl").body.splitlines()]
     assert len(rows) >= PROMPTS - 2
     for row in rows:
         assert row["prompt_token_ids"] == ids[row["id"]]
@@ -45,10 +46,12 @@ def test_rows_carry_the_engines_ids(demo_target_server: Server, bucket: str, tmp
 
 def test_another_template_is_refused_by_its_ids(demo_target_server: Server, bucket: str, tmp_path: Path) -> None:
     recipe = served_recipe(f"{demo_target_server.url}/v1", demo_target_server.model(None), bucket, tmp_path)
-    put_prompts(recipe, 1)
+    workspace = connect(recipe)
+    put_prompts(workspace, 1)
     template = tmp_path / "other.jinja"
     template.write_text((TARGET / "chat_template.jinja").read_text() + "<think>")
     tokenization = recipe.tokenization.model_copy(update={"chat_template": template})
-    recipe = recipe.model_copy(update={"tokenization": tokenization})
+    workspace = connect(recipe.model_copy(update={"tokenization": tokenization}))
+    encoder = PromptEncoder(recipe.tokenizer_path, tokenization)
     with pytest.raises(ServerRefuses, match="renders prompts differently: from token"):
-        list(generate_files(recipe, list_prompts(recipe), PromptEncoder(recipe)))
+        list(generate_files(workspace, list_prompts(workspace), encoder))

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
+from dflash_core.decoding.decode import DecodingOptions, generate_plain
 from dflash_core.errors import UserError
-from dflash_core.evaluation.decode import Sampling, generate_plain
-from dflash_core.evaluation.served import Server
-from dflash_core.evaluation.target import load_verifying_target
+from dflash_core.serving.server import Server
+from dflash_core.target.cached import load_cached_target
 from tests.serving.conftest import DEMO_TARGET
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 def test_greedy_tokens_are_the_same(demo_target_server: Server) -> None:
     torch.set_num_threads(1)
-    target = load_verifying_target(DEMO_TARGET, (1,), torch.float32, torch.device("cpu"))
+    target = load_cached_target(DEMO_TARGET, (1,), torch.float32, torch.device("cpu"))
     choice = random.Random(0)
     model = demo_target_server.model(None)
     for _ in range(5):
         prompt = [choice.randrange(900) for _ in range(choice.randrange(3, 40))]
-        ours = generate_plain(target, prompt, Sampling(48, target.stop_tokens)).tokens
+        ours = generate_plain(target, prompt, DecodingOptions(48, target.stop_tokens)).tokens
         theirs = demo_target_server.complete(model, prompt, 48, sorted(target.stop_tokens))
         assert theirs.tokens == ours
         assert theirs.count == len(ours)

@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
+from dflash_core.storage.s3 import Access
+
 Fault = Literal["drop", "lose answer", "truncate", "no length", "stall", "flip"]
 
 
@@ -112,9 +114,10 @@ class Proxy:
 
 
 @contextmanager
-def proxy_of(url: str) -> Iterator[Proxy]:
-    """A proxy that runs within."""
-    proxy = Proxy(url)
+def proxy_of(access: Access) -> Iterator[Proxy]:
+    """A proxy in front of a store, that runs within."""
+    assert access.endpoint_url is not None
+    proxy = Proxy(access.endpoint_url)
     thread = threading.Thread(target=proxy.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:

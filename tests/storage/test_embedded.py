@@ -12,7 +12,9 @@ import psutil
 import pytest
 from botocore.exceptions import ClientError
 
-from dflash_core.storage.embedded import Endpoint, embedded_store
+from dflash_core.recipe import StorageSettings
+from dflash_core.storage.embedded import embedded_store
+from dflash_core.storage.s3 import Access, make_client
 
 HOLD = """
 import sys, time
@@ -32,34 +34,48 @@ def servers_of(folder: Path) -> list[psutil.Process]:
     ]
 
 
-def test_listens_on_loopback_only(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_listens_on_loopback_only(access: Access, tmp_path_factory: pytest.TempPathFactory) -> None:
     servers = servers_of(tmp_path_factory.getbasetemp())
     listening = [c.laddr for p in servers for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
     assert listening
     assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
-def test_refuses_a_stranger(endpoint: Endpoint) -> None:
+def test_refuses_a_stranger(access: Access) -> None:
     client = boto3.client(
         "s3",
-        endpoint_url=endpoint.url,
+        endpoint_url=access.endpoint_url,
         region_name="us-east-1",
-        aws_access_key_id=endpoint.access_key,
+        aws_access_key_id=access.access_key,
         aws_secret_access_key="wrong",
     )
     with pytest.raises(ClientError):
         client.list_buckets()
 
 
-def test_a_second_comer_attaches(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_a_second_comer_attaches(access: Access, tmp_path: Path) -> None:
     with embedded_store(tmp_path) as first, embedded_store(tmp_path) as second:
         assert first == second
 
 
-def test_environment_is_restored(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_the_environment_stays_as_it_is(access: Access, tmp_path: Path) -> None:
+    before = dict(os.environ)
     with embedded_store(tmp_path) as other:
-        assert os.environ["AWS_ENDPOINT_URL"] == other.url
-    assert os.environ["AWS_ENDPOINT_URL"] == endpoint.url
+        assert dict(os.environ) == before
+        client = make_client(StorageSettings(bucket="any"), other)
+        assert client.meta.endpoint_url == other.endpoint_url != access.endpoint_url
+    assert dict(os.environ) == before
+
+
+def test_nothing_of_the_users_own_gets_in(access: Access, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "a profile that does not exist")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "mine")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with embedded_store(tmp_path) as other:
+        client = make_client(StorageSettings(bucket="any"), other)
+        assert client.get_object(Bucket="dflash-ready", Key="ready")["Body"].read() == b"ready"
 
 
 def test_ends_with_a_parent_that_was_killed_and_keeps_its_data(tmp_path: Path) -> None:
@@ -74,5 +90,5 @@ def test_ends_with_a_parent_that_was_killed_and_keeps_its_data(tmp_path: Path) -
         time.sleep(0.1)
     assert not servers_of(tmp_path)
     with embedded_store(tmp_path) as again:
-        client = boto3.client("s3", endpoint_url=again.url)
+        client = make_client(StorageSettings(bucket="any"), again)
         assert client.get_object(Bucket="dflash-ready", Key="ready")["Body"].read() == b"ready"

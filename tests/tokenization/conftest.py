@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from dflash_core.recipe import Recipe, Source, Storage, Target, Tokenization
+from dflash_core.recipe import Recipe, SourceSettings, StorageSettings, TargetSettings, TokenizationSettings
 from dflash_core.records import SourceFile
-from dflash_core.tokenization.files import FileTokenizer
-from dflash_core.tokenization.objects import TokenizedFile
+from dflash_core.shards.tokenize_file import FileTokenizer, TokenizedFile
+from dflash_core.tokenization.tokenizer import ChatTokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Wait, let me check that again: 12 + 30 = 42, so the answer is 42.",
@@ -197,13 +197,27 @@ def make_recipe(folders: dict[str, Path]) -> MakeRecipe:
         given = {"min_supervised_tokens": 1, "audit_share": 1.0, "workers": 1, **tokenization}
         return Recipe(
             name="test",
-            source=Source(bucket=bucket, prefix="completions/"),
-            storage=Storage(bucket=bucket, prefix="derived/"),
-            target=Target(path=folders[family]),
-            tokenization=Tokenization.model_validate(given),
+            source=SourceSettings(bucket=bucket, prefix="completions/"),
+            storage=StorageSettings(bucket=bucket, prefix="derived/"),
+            target=TargetSettings(path=folders[family]),
+            tokenization=TokenizationSettings.model_validate(given),
         )
 
     return make
+
+
+LoadChat = Callable[..., ChatTokenizer]
+
+
+@pytest.fixture(scope="session")
+def load_chat(make_recipe: MakeRecipe) -> LoadChat:
+    """`load_chat(family, **keys of [tokenization])`: the tokenizer of such a recipe, read again each time."""
+
+    def load(family: str = "prefilled", **tokenization: object) -> ChatTokenizer:
+        recipe = make_recipe(family, **tokenization)
+        return load_tokenizer(recipe.tokenizer_path, recipe.tokenization)
+
+    return load
 
 
 @pytest.fixture(scope="session")

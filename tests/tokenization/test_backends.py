@@ -2,20 +2,17 @@
 
 import logging
 
-import numpy as np
 import pytest
 
+from dflash_core.shards.tokenize_file import FileTokenizer
 from dflash_core.tokenization import backends
 from dflash_core.tokenization.adversarial import adversarial_texts
-from dflash_core.tokenization.backends import Fastokens, HuggingFace, choose_backend, first_difference
-from dflash_core.tokenization.edges import cuttable_tokens
-from dflash_core.tokenization.files import FileTokenizer
-from dflash_core.tokenization.tokenizer import load_tokenizer
+from dflash_core.tokenization.backends import FastokensBackend, HuggingFaceBackend, choose_backend, first_difference
 
 BYTE_LEVEL = ("prefilled", "llama", "end in next")
 
 
-class Wrong(Fastokens):
+class Wrong(FastokensBackend):
     """Right but for one word, which only some texts hold."""
 
     name = "wrong"
@@ -31,25 +28,25 @@ class Wrong(Fastokens):
 
 
 @pytest.mark.parametrize("family", BYTE_LEVEL)
-def test_the_fast_backend_passes_the_gate_where_it_is_exact(make_recipe, family: str) -> None:
-    tokenizer = load_tokenizer(make_recipe(family))
+def test_the_fast_backend_passes_the_gate_where_it_is_exact(load_chat, family: str) -> None:
+    tokenizer = load_chat(family)
     assert choose_backend(tokenizer, "auto").name == "fastokens"
     assert choose_backend(tokenizer, "huggingface").name == "huggingface"
 
 
-def test_a_wrong_backend_fails_the_gate_and_one_line_says_why(make_recipe, monkeypatch, caplog) -> None:
+def test_a_wrong_backend_fails_the_gate_and_one_line_says_why(load_chat, monkeypatch, caplog) -> None:
     monkeypatch.setattr(Wrong, "word", "camelCase")
-    monkeypatch.setattr(backends, "Fastokens", Wrong)
+    monkeypatch.setattr(backends, "FastokensBackend", Wrong)
     with caplog.at_level(logging.WARNING):
-        assert choose_backend(load_tokenizer(make_recipe()), "auto").name == "huggingface"
+        assert choose_backend(load_chat(), "auto").name == "huggingface"
     (line,) = caplog.messages
     assert "differs" in line
     assert "camelCase" in line
 
 
-def test_a_tokenizer_the_fast_backend_cannot_load_uses_the_reference(make_recipe, caplog) -> None:
+def test_a_tokenizer_the_fast_backend_cannot_load_uses_the_reference(load_chat, caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        assert choose_backend(load_tokenizer(make_recipe("sentencepiece")), "auto").name == "huggingface"
+        assert choose_backend(load_chat("sentencepiece"), "auto").name == "huggingface"
     assert "cannot load" in caplog.text
 
 
@@ -59,7 +56,7 @@ def test_a_backend_that_is_wrong_behind_the_gate_is_caught_by_the_audit(
     rows = [{"id": f"r{i}", "prompt": f"question {i}", "completion": "fine " * 9} for i in range(20)]
     rows[13]["completion"] = "this is mistaken, sorry"
     expected = tokenize_rows(FileTokenizer(make_recipe(backend="huggingface")), rows)
-    monkeypatch.setattr(backends, "Fastokens", Wrong)
+    monkeypatch.setattr(backends, "FastokensBackend", Wrong)
     tokenizer = FileTokenizer(make_recipe(audit_share=1.0))
     assert tokenizer.encoder is not None
     assert tokenizer.encoder.backend.name == "wrong"
@@ -70,33 +67,13 @@ def test_a_backend_that_is_wrong_behind_the_gate_is_caught_by_the_audit(
     assert tokenizer.encoder is None
 
 
-def test_the_first_difference_is_found_in_either_reading(make_recipe) -> None:
-    tokenizer = load_tokenizer(make_recipe())
-    reference = HuggingFace(tokenizer.reference)
+def test_the_first_difference_is_found_in_either_reading(load_chat) -> None:
+    tokenizer = load_chat()
+    reference = HuggingFaceBackend(tokenizer.reference)
 
-    class OnlyAsText(HuggingFace):
+    class OnlyAsText(HuggingFaceBackend):
         def encode(self, texts, *, special_as_text=False):
             return super().encode(texts, special_as_text=False)
 
     assert first_difference(OnlyAsText(tokenizer.reference), reference, ["plain", "a <|im_end|> b"]) == "a <|im_end|> b"
     assert first_difference(reference, reference, adversarial_texts(tokenizer.added)) is None
-
-
-@pytest.mark.parametrize("family", BYTE_LEVEL)
-def test_texts_are_cut_only_where_a_cut_changes_nothing(make_recipe, family: str) -> None:
-    tokenizer = load_tokenizer(make_recipe(family))
-    cuttable = cuttable_tokens(tokenizer)
-    assert cuttable == frozenset(tokenizer.added)
-    encode = HuggingFace(tokenizer.reference).encode
-    texts = adversarial_texts(())
-    for token in cuttable:
-        whole, offsets = encode([a + token + b for a, b in zip(texts, texts[::-1], strict=True)])
-        before, cuts = encode([a + token for a in texts])
-        after, ends = encode(texts[::-1])
-        for i in range(len(texts)):
-            parts = np.concatenate([before[cuts[i] : cuts[i + 1]], after[ends[i] : ends[i + 1]]])
-            assert whole[offsets[i] : offsets[i + 1]].tolist() == parts.tolist()
-
-
-def test_a_tokenizer_that_looks_across_is_never_cut(make_recipe) -> None:
-    assert cuttable_tokens(load_tokenizer(make_recipe("sentencepiece"))) == frozenset()

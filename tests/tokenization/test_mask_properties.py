@@ -9,13 +9,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from dflash_core.completions.completion import Completion, Rejected
 from dflash_core.completions.normalize import normalize
-from dflash_core.completions.reading import without_empty_turns
-from dflash_core.completions.record import Completion, Refused
-from dflash_core.quality.flags import Flag
-from dflash_core.tokenization.files import FileTokenizer
-from dflash_core.tokenization.policies import apply_policies
-from dflash_core.tokenization.rows import Row, batch_of
+from dflash_core.recipe import TokenizationSettings
+from dflash_core.shards.tokenize_file import FileTokenizer, apply_policies
+from dflash_core.tokenization.encode import EncodedRow, columns_of
+from dflash_core.tokenization.flags import Flag
 
 Tokenizers = Callable[..., FileTokenizer]
 FAMILIES = ("prefilled", "generated", "chatml", "tagged", "headerless", "llama", "end in next", "sentencepiece")
@@ -57,24 +56,23 @@ def conversations(draw: st.DrawFn) -> dict[str, object]:
     return {**given, "finish_reason": draw(st.sampled_from(["stop", "length", None]))}
 
 
-def rows_of(tokenizer: FileTokenizer, given: dict[str, object]) -> list[tuple[Completion, int, Row]]:
-    """Every turn that can be rendered, by the fast path; the reference has to agree on each, refusals included."""
+def rows_of(tokenizer: FileTokenizer, given: dict[str, object]) -> list[tuple[Completion, EncodedRow]]:
+    """Every answer that can be rendered, by the fast path; the reference has to agree on each, refusals included."""
     try:
-        completion = normalize(given, 1)
-    except Refused:
+        completions = [completion for completion in normalize(given, 1) if not completion.is_empty]
+    except Rejected:
         return []
-    kept = [item for item in without_empty_turns(completion) if isinstance(item, Completion)]
-    items = [(item, turn) for item in kept for turn in item.turns]
+    assert tokenizer.encoder is not None
     found = []
-    for (item, turn), row in zip(items, tokenizer.encoder.encode(items), strict=True):  # type: ignore[union-attr]
-        expected = tokenizer._refer((item, turn))
-        if isinstance(row, Refused):
-            assert isinstance(expected, Refused)
+    for completion, row in zip(completions, tokenizer.encoder.encode(completions), strict=True):
+        expected = tokenizer.reference.encode(completion)
+        if isinstance(row, Rejected):
+            assert isinstance(expected, Rejected)
             continue
-        assert isinstance(expected, Row)
+        assert isinstance(expected, EncodedRow)
         assert row.ids.tolist() == expected.ids.tolist()
         assert (row.start, row.end, row.flags) == (expected.start, expected.end, expected.flags)
-        found.append((item, turn, row))
+        found.append((completion, row))
     return found
 
 
@@ -87,13 +85,13 @@ PROPERTY = settings(max_examples=50, deadline=None, suppress_health_check=[Healt
 def test_the_mask_invariants_hold_for_any_conversation(tokenizers: Tokenizers, family: str, given: dict) -> None:
     tokenizer = tokenizers(family)
     renderer = tokenizer.reference.renderer.tokenizer
-    for item, turn, row in rows_of(tokenizer, given):
+    for completion, row in rows_of(tokenizer, given):
         assert 0 < row.start <= row.end <= len(row.ids)
-        message = item.messages[turn]
+        answer = completion.messages[-1]
         decoded = renderer.reference.decode(row.ids[row.start : row.end].tolist(), skip_special_tokens=False)
-        for recorded in (message.content, message.reasoning or ""):
+        for recorded in (answer.content, answer.reasoning or ""):
             assert _normalized(renderer, recorded.strip()) in decoded
-        cut = turn == len(item.messages) - 1 and item.finish_reason == "length"
+        cut = completion.finish_reason == "length"
         if not cut:
             assert row.ids[row.end - 1] == tokenizer.reference.terminator
         specials = {renderer.added[token] for token in renderer.special}
@@ -105,13 +103,13 @@ def test_the_mask_invariants_hold_for_any_conversation(tokenizers: Tokenizers, f
 @given(conversations())
 @pytest.mark.parametrize("family", ["prefilled", "llama", "sentencepiece"])
 def test_a_cut_at_any_length_is_the_beginning_of_the_whole_row(
-    tokenizers: Tokenizers, make_recipe, family: str, given: dict
+    tokenizers: Tokenizers, family: str, given: dict
 ) -> None:
-    for _, _, row in rows_of(tokenizers(family), given):
+    for _, row in rows_of(tokenizers(family), given):
         whole = np.zeros(len(row.ids), bool)
         whole[row.start : row.end] = True
         for longest in range(1, len(row.ids) + 2):
-            cut = apply_policies(batch_of([row], longest), make_recipe(family, max_length=longest))
+            cut = apply_policies(columns_of([row], longest), TokenizationSettings(max_length=longest), 1)
             mask = np.zeros(len(cut.ids), bool)
             mask[cut.start[0] : cut.end[0]] = True
             assert cut.ids.tolist() == row.ids[:longest].tolist()
@@ -129,8 +127,8 @@ def test_engine_ids_are_used_untouched_and_drift_is_told_exactly(
     tokenizers: Tokenizers, family: str, given: dict, data: st.DataObject
 ) -> None:
     tokenizer = tokenizers(family)
-    for item, turn, row in rows_of(tokenizer, given)[-1:]:
-        if turn != len(item.messages) - 1:
+    for completion, row in rows_of(tokenizer, given)[-1:]:
+        if len(completion.messages) != len(given["messages"]):
             return
         prompt, answer = row.ids[: row.start].tolist(), row.ids[row.start : row.end].tolist()
         if data.draw(st.booleans()):
@@ -138,7 +136,7 @@ def test_engine_ids_are_used_untouched_and_drift_is_told_exactly(
             answer[place] = (answer[place] + data.draw(st.integers(1, 50))) % 256
         drifted = [*prompt, *answer] != row.ids[: row.end].tolist()
         engine = {**given, "prompt_token_ids": prompt, "completion_token_ids": answer}
-        (found,) = [row for _, at, row in rows_of(tokenizer, engine) if at == turn]
+        *_, (_, found) = rows_of(tokenizer, engine)
         assert found.ids.tolist() == [*prompt, *answer]
         assert (found.start, found.end) == (row.start, row.end)
         assert Flag(found.flags) & Flag.ENGINE_IDS
@@ -157,26 +155,25 @@ def test_one_row_has_one_mask_on_every_path(
     theirs = PreTrainedTokenizerFast.from_pretrained(folders["tagged"])
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     messages = [*messages, *messages] if more else messages
-    for item, turn, row in rows_of(tokenizer, {"id": "r", "messages": messages, "finish_reason": "stop"}):
+    for completion, row in rows_of(tokenizer, {"id": "r", "messages": messages, "finish_reason": "stop"}):
         if row.flags & Flag.CONTROL_TOKENS_IN_CONTENT:
             continue  # transformers reads them as structure, which is why we do not leave masks to it
-        tagged = theirs.apply_chat_template(
-            messages[: turn + 1], return_dict=True, return_assistant_tokens_mask=True, tokenize=True
-        )
+        asked = messages[: len(completion.messages)]
+        tagged = theirs.apply_chat_template(asked, return_dict=True, return_assistant_tokens_mask=True, tokenize=True)
         mask = np.zeros(len(row.ids), bool)
         mask[row.start : row.end] = True
         assert row.ids.tolist() == tagged["input_ids"]
         last = tagged["assistant_masks"][: row.start].count(1)
         assert mask[row.start :].tolist() == [bool(m) for m in tagged["assistant_masks"][row.start :]]
         assert mask.any()
-        assert (last > 0) == (turn > 1)  # they mark earlier answers, too, which are rows of their own here
+        assert (last > 0) == (len(asked) > 2)  # they mark earlier answers, too, which are rows of their own here
         engine = {"prompt_token_ids": row.ids[: row.start].tolist()}
         engine["completion_token_ids"] = row.ids[row.start : row.end].tolist()
-        given = {"id": "r", "messages": messages[: turn + 1], "finish_reason": "stop", **engine}
-        (again,) = [found for _, at, found in rows_of(tokenizer, given) if at == turn]
+        given = {"id": "r", "messages": asked, "finish_reason": "stop", **engine}
+        *_, (_, again) = rows_of(tokenizer, given)
         assert (again.ids.tolist(), again.start, again.end) == (row.ids[: row.end].tolist(), row.start, row.end)
         assert not again.flags & Flag.DRIFT
-        assert item.messages[turn].content == answer
+        assert completion.messages[-1].content == answer
 
 
 def _normalized(tokenizer, text: str) -> str:

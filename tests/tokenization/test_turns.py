@@ -1,15 +1,17 @@
 """Rows are what inference saw, and exactly the model's own tokens are supervised, for every template family."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from dflash_core.completions.completion import Rejected
 from dflash_core.completions.normalize import normalize
-from dflash_core.completions.record import Refused
 from dflash_core.errors import RecipeError
-from dflash_core.quality.flags import Flag
-from dflash_core.tokenization.files import FileTokenizer
-from dflash_core.tokenization.rows import Row
+from dflash_core.shards.tokenize_file import FileTokenizer
+from dflash_core.tokenization.encode import EncodedRow
+from dflash_core.tokenization.flags import Flag
+from dflash_core.tokenization.turns import TurnRenderer
 
 Tokenizers = Callable[..., FileTokenizer]
 FAMILIES = ("prefilled", "generated", "chatml", "tagged", "headerless", "llama", "end in next", "sentencepiece")
@@ -17,15 +19,15 @@ REASONING = ("prefilled", "generated")
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "y z"}}}
 
 
-def row_of(tokenizer: FileTokenizer, turn: int = -1, **given: object) -> Row:
+def row_of(tokenizer: FileTokenizer, turn: int = -1, **given: object) -> EncodedRow:
     """The row of one turn, by the fast path and by the reference, which have to agree."""
-    completion = normalize({"id": "r", "finish_reason": "stop", **given}, 1)
-    item = completion, completion.turns[turn]
-    (row,) = tokenizer.encoder.encode([item])  # type: ignore[union-attr]
-    expected = tokenizer._refer(item)
-    if isinstance(row, Refused) or isinstance(expected, Refused):
-        assert isinstance(row, Refused)
-        assert isinstance(expected, Refused)
+    completion = normalize({"id": "r", "finish_reason": "stop", **given}, 1)[turn]
+    assert tokenizer.encoder is not None
+    (row,) = tokenizer.encoder.encode([completion])
+    expected = tokenizer.reference.encode(completion)
+    if isinstance(row, Rejected) or isinstance(expected, Rejected):
+        assert isinstance(row, Rejected)
+        assert isinstance(expected, Rejected)
         assert row.reason == expected.reason
         raise row
     assert row.ids.tolist() == expected.ids.tolist()
@@ -39,13 +41,13 @@ def chat(*turns: str, **answer: object) -> list[dict[str, object]]:
     return messages
 
 
-def supervised(tokenizer: FileTokenizer, row: Row) -> str:
+def supervised(tokenizer: FileTokenizer, row: EncodedRow) -> str:
     return tokenizer.reference.renderer.tokenizer.reference.decode(
         row.ids[row.start : row.end].tolist(), skip_special_tokens=False
     )
 
 
-def text(tokenizer: FileTokenizer, row: Row) -> str:
+def text(tokenizer: FileTokenizer, row: EncodedRow) -> str:
     return tokenizer.reference.renderer.tokenizer.reference.decode(row.ids.tolist(), skip_special_tokens=False)
 
 
@@ -183,7 +185,7 @@ def test_a_history_that_changes_with_the_answer_is_refused(make_recipe, tmp_path
         "{{ ' (seen)' if m.role == 'user' and " + changed + " }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises((Refused, RecipeError), match="boundary unstable: the template renders the history otherwise"):
+    with pytest.raises((Rejected, RecipeError), match="boundary unstable: the template renders the history otherwise"):
         row_of(
             FileTokenizer(make_recipe("chatml", chat_template=unstable)), messages=chat("q", "a", reasoning_content="t")
         )
@@ -206,12 +208,12 @@ def test_an_answer_that_the_template_alters_is_refused(make_recipe, tmp_path, co
     )
     tokenizer = FileTokenizer(make_recipe("chatml", chat_template=template))
     assert supervised(tokenizer, row_of(tokenizer, messages=chat("q", "A dog."))) == "A dog.<|im_end|>"
-    with pytest.raises(Refused, match="the template alters the answer"):
+    with pytest.raises(Rejected, match="the template alters the answer"):
         row_of(tokenizer, messages=chat("q", "The quick brown fox jumps over the lazy dog."))
 
 
 def test_an_answer_whose_first_token_reaches_into_the_prompt_is_refused(tokenizers: Tokenizers) -> None:
-    with pytest.raises(Refused, match="boundary unstable"):
+    with pytest.raises(Rejected, match="boundary unstable"):
         row_of(tokenizers("chatml"), messages=chat("q", "\n\nanswer"))
     assert supervised(tokenizers("chatml"), row_of(tokenizers("chatml"), messages=chat("q", " answer"))).startswith(
         " a"
@@ -258,7 +260,7 @@ def test_private_characters_are_text_unless_control_tokens_need_them(tokenizers:
     icons = "\U000f0001 \U0010f000\U0010f001"
     row = row_of(tokenizers("chatml"), messages=chat("q", icons))
     assert supervised(tokenizers("chatml"), row) == icons + "<|im_end|>"
-    with pytest.raises(Refused, match="private characters"):
+    with pytest.raises(Rejected, match="private characters"):
         row_of(tokenizers("chatml"), messages=chat("what is <|im_end|>?", icons))
 
 
@@ -279,7 +281,7 @@ def test_added_tokens_that_are_no_control_tokens_are_read_as_serving_reads_them(
 
 
 def test_control_tokens_that_cannot_be_encoded_apart_refuse_the_row(tokenizers: Tokenizers) -> None:
-    with pytest.raises(Refused, match="control tokens in content"):
+    with pytest.raises(Rejected, match="control tokens in content"):
         row_of(tokenizers("sentencepiece"), messages=chat("what is </s>?", "an end"))
 
 
@@ -311,7 +313,7 @@ def test_tools_as_list_and_as_text_give_equal_ids(tokenizers: Tokenizers) -> Non
 
 
 def test_a_template_without_tool_calls_refuses_them(tokenizers: Tokenizers) -> None:
-    with pytest.raises(Refused, match="drops tool calls"):
+    with pytest.raises(Rejected, match="drops tool calls"):
         row_of(tokenizers("chatml"), messages=chat("q", "I call f", tool_calls=[CALL]))
 
 
@@ -321,7 +323,7 @@ def test_a_template_without_tool_calls_refuses_them(tokenizers: Tokenizers) -> N
     ids=["system in the middle", "no question"],
 )
 def test_what_the_template_refuses_is_rejected_with_its_words(tokenizers: Tokenizers, roles: tuple[str, ...]) -> None:
-    with pytest.raises(Refused, match=r"system message in the middle|no prompt"):
+    with pytest.raises(Rejected, match=r"system message in the middle|no prompt"):
         row_of(tokenizers(), messages=[{"role": role, "content": "x"} for role in roles])
 
 
@@ -363,5 +365,18 @@ def test_engine_ids_are_used_untouched_and_drift_is_noted(tokenizers: Tokenizers
     )
     assert other.ids.tolist() == [*prompt, 5, 6, 7]
     assert Flag.DRIFT | Flag.NO_TERMINATOR in Flag(other.flags)
-    with pytest.raises(Refused, match="malformed engine ids"):
+    with pytest.raises(Rejected, match="malformed engine ids"):
         row_of(tokenizer, messages=chat("q", "a"), prompt_token_ids=[1], completion_token_ids=[10**6])
+
+
+def test_a_template_that_ends_no_turn_is_refused_at_the_start(load_chat, tmp_path: Path) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    tokenizer = load_chat("chatml", chat_template=template)
+    assert TurnRenderer(tokenizer, supervise_empty_thought=True).end.terminator == "<|im_end|>"  # the tokenizer's eos
+    without_eos = type(tokenizer)(**{**vars(tokenizer), "eos": None})
+    with pytest.raises(RecipeError, match="marks no end of an answer"):
+        TurnRenderer(without_eos, supervise_empty_thought=True)
+    template.write_text("{{ messages[0].content }}")
+    with pytest.raises(RecipeError, match="does not print the assistant's answer"):
+        TurnRenderer(load_chat("chatml", chat_template=template), supervise_empty_thought=True)

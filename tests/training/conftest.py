@@ -1,8 +1,9 @@
-"""A tiny world to train in: target folder, shards in a real object store, a training set, a recipe."""
+"""A tiny world to train in: target folder, shards in a real object store, a training set, a recipe, a run."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,15 +16,27 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash_core.batches.cache import RowStore, ShardRows, unpack
-from dflash_core.quality.statistics import MergedStatistics, RenderedRows, file_statistics, merge_statistics
-from dflash_core.quality.training_set import training_set_hash
+from dflash_core.batches.rows import RowStore, ShardRows, unpack
+from dflash_core.errors import TrainingStopped
 from dflash_core.recipe import Recipe
-from dflash_core.records import TrainingSet, TrainingSetPointer, TrainingSetShard, Verdict
-from dflash_core.storage.store import Store
-from dflash_core.tokenization.fingerprint import fingerprint
-from dflash_core.tokenization.shards import SCHEMA, read_shard
+from dflash_core.records import DrafterCheckpoint, TrainingSet, TrainingSetPointer, TrainingSetShard, Verdict
+from dflash_core.shards.arrow import SCHEMA, read_shard
+from dflash_core.statistics.merge import merge_statistics
+from dflash_core.statistics.statistics import MergedStatistics, file_statistics
+from dflash_core.storage.layout import LATEST_TRAINING_SET, RunKeys, TrainingSetKeys
+from dflash_core.storage.s3 import NOTHING_SAID, Store
+from dflash_core.tokenization.encode import RowColumns
+from dflash_core.tokenization.tokenizer import fingerprint
+from dflash_core.training.identity import LOCAL_RUNS
+from dflash_core.training.job import Job, StopRequest
+from dflash_core.training.metrics import StepMetrics
+from dflash_core.training.train import train
+from dflash_core.training_set.freeze import training_set_hash
+from dflash_core.workspace import Workspace
+from tests.training.crash import Finished, train_or_die
 
+Rows = list[tuple[str, list[int], list[tuple[int, int]]]]
+"""(row id, token ids, supervised spans)"""
 VOCABULARY = 97
 MASK = 96
 TOKENIZATION = {"tokenization": {"min_supervised_tokens": 8}}
@@ -34,9 +47,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def shard_bytes(rows: Sequence[tuple[str, list[int], list[tuple[int, int]]]]) -> bytes:
+def shard_bytes(rows: Rows) -> bytes:
     """An Arrow shard of (row id, token ids, supervised spans)."""
-    columns: dict[str, Any] = {
+    table: dict[str, Any] = {
         "row_id": [row_id for row_id, _, _ in rows],
         "source_line": list(range(1, len(rows) + 1)),
         "input_ids": [ids for _, ids, _ in rows],
@@ -46,14 +59,14 @@ def shard_bytes(rows: Sequence[tuple[str, list[int], list[tuple[int, int]]]]) ->
         "completion_tokens": [sum(b - a for a, b in spans) for _, _, spans in rows],
         "flags": [0] * len(rows),
     }
-    arrays = [pa.array(columns[field.name]).cast(field.type) for field in SCHEMA]
+    arrays = [pa.array(table[field.name]).cast(field.type) for field in SCHEMA]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA))
     return bytes(sink.getvalue().to_pybytes())
 
 
-def random_rows(file: int, count: int, longest: int = 60) -> list[tuple[str, list[int], list[tuple[int, int]]]]:
+def random_rows(file: int, count: int, longest: int = 60) -> Rows:
     """Rows of counting sequences: the next token follows from the last two, so that a drafter can learn them."""
     generator = np.random.default_rng(file)
     rows = []
@@ -65,7 +78,7 @@ def random_rows(file: int, count: int, longest: int = 60) -> list[tuple[str, lis
     return rows
 
 
-def row_store(files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]]]) -> RowStore:
+def row_store(files: dict[str, Rows]) -> RowStore:
     """The rows of a training set without store and cache."""
     unpacked: list[dict[str, Any]] = [unpack(read_shard(shard_bytes(rows))) for rows in files.values()]
     return RowStore(list(files), [ShardRows(**arrays) for arrays in unpacked])
@@ -73,7 +86,7 @@ def row_store(files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]
 
 def put_training_set(
     store: Store,
-    files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]]],
+    files: dict[str, Rows],
     passed: bool = True,
     fingerprint_of_set: str | None = None,
 ) -> TrainingSet:
@@ -104,7 +117,9 @@ def put_training_set(
         coverage=1.0,
         rows_read=count,
         rows_kept=count,
+        rows_dropped=0,
         rows_rejected=0,
+        drop_reasons={},
         reject_reasons={},
         tokens=sum(shard.tokens for shard in shards),
         supervised_tokens=sum(shard.supervised_tokens for shard in shards),
@@ -112,30 +127,28 @@ def put_training_set(
         verdict=Verdict(passed=passed, reasons=() if passed else ("file1: 87 % near-empty",)),
     )
     frozen = frozen.model_copy(update={"hash": training_set_hash(frozen)})
-    store.put_record(f"training_set/{frozen.hash}.json", frozen)
-    store.put_record("training_set/latest.json", TrainingSetPointer(hash=frozen.hash))
+    store.put_record(TrainingSetKeys(frozen.hash).manifest, frozen)
+    store.put_record(LATEST_TRAINING_SET, TrainingSetPointer(hash=frozen.hash))
     return frozen
 
 
-def _statistics(files: dict[str, list[tuple[str, list[int], list[tuple[int, int]]]]]) -> MergedStatistics:
-    return merge_statistics(
-        file_statistics(
-            partition,
-            RenderedRows(
-                row_ids=[row_id for row_id, _, _ in rows],
-                lines=np.arange(1, len(rows) + 1),
-                lengths=np.array([len(ids) for _, ids, _ in rows], dtype=np.int64),
-                prompt_tokens=np.array([spans[0][0] if spans else 0 for _, _, spans in rows], dtype=np.int64),
-                supervised=np.array([sum(b - a for a, b in spans) for _, _, spans in rows], dtype=np.int64),
-                finish_reasons=["stop"] * len(rows),
-                flags=np.zeros(len(rows), dtype=np.int64),
-                text_hashes=np.arange(len(rows), dtype=np.uint64),
-                dropped=[None] * len(rows),
-            ),
-            [],
-            len(rows),
-        )
-        for partition, rows in files.items()
+def _statistics(files: dict[str, Rows]) -> MergedStatistics:
+    return merge_statistics(file_statistics(name, [_columns(rows)], [], len(rows)) for name, rows in files.items())
+
+
+def _columns(rows: Rows) -> RowColumns:
+    """A row's spans as one of the same length."""
+    start = np.array([spans[0][0] if spans else 0 for _, _, spans in rows], np.int64)
+    return RowColumns(
+        row_ids=[row_id for row_id, _, _ in rows],
+        lines=np.arange(1, len(rows) + 1),
+        finish_reasons=["stop"] * len(rows),
+        flags=np.zeros(len(rows), np.int64),
+        ids=np.concatenate([np.array(ids, np.int32) for _, ids, _ in rows]),
+        offsets=np.cumsum([0, *(len(ids) for _, ids, _ in rows)], dtype=np.int64),
+        start=start,
+        end=start + np.array([sum(b - a for a, b in spans) for _, _, spans in rows], np.int64),
+        dropped=[None] * len(rows),
     )
 
 
@@ -210,3 +223,67 @@ def make_recipe(s3: Store, target_folder: Path, tmp_path: Path) -> Callable[...,
         )
 
     return make
+
+
+def workspace_over(store: Store, recipe: Recipe) -> Workspace:
+    """What `connect` makes, over a client that is there already; another one takes 0.2 s."""
+    source = Store(store.client, recipe.source.bucket, recipe.source.prefix)
+    derived = Store(store.client, recipe.storage.bucket, recipe.storage.prefix)
+    return Workspace(recipe, NOTHING_SAID, source, derived, None)
+
+
+@dataclass(frozen=True)
+class World:
+    """A six-step run in a place of its own."""
+
+    recipe: Recipe
+    frozen: TrainingSet
+    store: Store
+
+    def train_or_die(self, deadly: int = 0) -> Finished | None:
+        return train_or_die(self.recipe, self.frozen.hash, deadly)
+
+    def train_here(self, stop_after: int | None = None) -> tuple[DrafterCheckpoint, list[StepMetrics]]:
+        request, seen = StopRequest(), list[StepMetrics]()
+
+        def on_step(metrics: StepMetrics) -> None:
+            seen.append(metrics)
+            if metrics.step == stop_after:
+                request.ask()
+
+        return train(workspace_over(self.store, self.recipe), Job(self.frozen.hash), on_step, request), seen
+
+    def stop(self, step: int) -> None:
+        with pytest.raises(TrainingStopped, match="the same command continues"):
+            self.train_here(step)
+
+    def lose_in_store(self, checkpoint: str) -> None:
+        """Delete what was uploaded of one checkpoint; of all for an empty name."""
+        for listed in list(self.store.list(RunKeys(self.run_folder.name).checkpoints + checkpoint)):
+            self.store.delete(listed.key)
+
+    @property
+    def run_folder(self) -> Path:
+        (folder,) = (self.recipe.storage.work_dir / LOCAL_RUNS).iterdir()
+        return folder
+
+
+@pytest.fixture
+def make_world(s3: Store, make_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., World]:
+    """Worlds with 2 files x 20 rows, six steps of two micro-batches, a checkpoint after every second step."""
+
+    def make(place: str, **training: Any) -> World:
+        store = Store(s3.client, s3.bucket, f"{s3.prefix}{place}/")
+        frozen = put_training_set(store, {"file0": random_rows(0, 20), "file1": random_rows(1, 20)})
+        settings = {"max_steps": 6, "batch_rows": 2, "accumulation": 2, "validate_every_steps": 3, **training}
+        recipe = make_recipe(**settings)
+        storage = recipe.storage.model_copy(update={"work_dir": tmp_path / place, "prefix": store.prefix})
+        return World(recipe.model_copy(update={"storage": storage}), frozen, store)
+
+    return make
+
+
+def flip(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)

@@ -1,6 +1,6 @@
 """Trains in a forked process that kills itself, or gets a signal, at its N-th crossing of a moment that matters.
 
-Crossings lie before and after every fsync, rename and replace, every object written or deleted, every micro-batch and
+Crossings are before and after every fsync, rename and replace, every object written or deleted, every micro-batch and
 every optimizer step. The production code knows nothing of them.
 """
 
@@ -15,12 +15,11 @@ import torch
 
 from dflash_core.errors import TrainingStopped
 from dflash_core.recipe import Recipe
-from dflash_core.storage.store import Store
-from dflash_core.training import publish, recorder
-from dflash_core.training.ranks import stop_on_signals
-from dflash_core.training.run import train_drafter
+from dflash_core.storage.s3 import Store
+from dflash_core.training.job import Job, StopRequest, stop_on_signals
 from dflash_core.training.step import Learner
-from dflash_core.training.trainer import StopRequest
+from dflash_core.training.train import train
+from dflash_core.workspace import connect
 
 
 class Finished(NamedTuple):
@@ -32,7 +31,7 @@ class Finished(NamedTuple):
     """sha256"""
 
 
-def train(recipe: Recipe, training_set: str, deadly: int) -> Finished | None:
+def train_or_die(recipe: Recipe, training_set: str, deadly: int) -> Finished | None:
     """Train in a process of its own; None: it was killed at crossing `deadly` (0: never)."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -54,14 +53,12 @@ def _train(recipe: Recipe, training_set: str, deadly: int, sender: Any) -> None:
     os.fsync = count.around(os.fsync)
     os.rename = count.around(os.rename)
     os.replace = count.around(os.replace)
-    Store.put = count.around(Store.put)  # type: ignore[method-assign]
+    for name in ("put", "upload", "delete"):
+        setattr(Store, name, count.around(getattr(Store, name)))
     torch.optim.AdamW.step = count.around(torch.optim.AdamW.step)  # type: ignore[method-assign]
-    for module in (recorder, publish):
-        module.upload_file = count.around(module.upload_file)  # type: ignore[attr-defined]
-    recorder.delete_object = count.around(recorder.delete_object)  # type: ignore[attr-defined]
     Learner.accumulate = count.around(Learner.accumulate)  # type: ignore[method-assign]
     steps: list[int] = []
-    checkpoint = train_drafter(recipe, training_set, False, lambda metrics: steps.append(metrics.step))
+    checkpoint = train(connect(recipe), Job(training_set), lambda metrics: steps.append(metrics.step))
     sender.send(Finished(count.crossed, steps[0] if steps else 0, checkpoint.weights.sha256))
 
 
@@ -94,7 +91,7 @@ def _interrupted(recipe: Recipe, training_set: str, points: tuple[int, int], sen
     os.replace = count.around(os.replace)
     try:
         with stop_on_signals(stop):
-            train_drafter(recipe, training_set, False, lambda _: None, stop)
+            train(connect(recipe), Job(training_set), lambda _: None, stop)
     except TrainingStopped as error:
         sender.send((count.crossed, str(error)))
         os._exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""The run's JSON lines."""
+"""A step's numbers and the run's JSON lines."""
 
 from pathlib import Path
 
@@ -18,3 +18,14 @@ def test_what_a_killed_attempt_wrote_beyond_its_checkpoint_goes(tmp_path: Path) 
         file.close()
         with path.open("a") as torn:
             torn.write('{"step": ')
+
+
+def test_every_number_has_a_name_and_what_was_not_measured_is_absent() -> None:
+    assert set(metrics(3).scalars()) - set(metrics(2).scalars()) == {
+        "held_out/loss",
+        "held_out/accepted_prefix",
+        "held_out/acceptance_length",
+    }
+    assert set(metrics(2).scalars()) - set(metrics(2, None).scalars()) == {"train/loss", "train/grad_norm"}
+    assert metrics(2).scalars()["slot_accuracy/02"] == 0.25
+    assert {"train/learning_rate", "speed/tokens_per_s", "speed/waiting_share"} <= set(metrics(2).scalars())

@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch import distributed
 
-from dflash_core.drafter.target_files import load_head
 from dflash_core.errors import RecipeError, UserError
-from dflash_core.recipe import Placement, Recipe
-from dflash_core.storage.store import Store
+from dflash_core.recipe import PlacementSettings, Recipe
+from dflash_core.storage.s3 import Store
+from dflash_core.target.files import load_head
+from dflash_core.target.hooked import load_target
 from dflash_core.training import placement as placement_module
-from dflash_core.training.feed import FeatureFeed, prepare
-from dflash_core.training.placement import join, place, step_group
-from dflash_core.training.run import train_drafter
-from dflash_core.training.target import load_target
+from dflash_core.training.features import FeatureFeed, prepare
+from dflash_core.training.job import Job, Rank
+from dflash_core.training.placement import RankPlacement, join, place, step_group
+from dflash_core.training.train import train
+from dflash_core.workspace import connect
 from tests.training.conftest import put_training_set, random_rows, row_store
 from tests.training.ranks import run_ranks
-from tests.training.test_step import CONFIG, CPU, PREPARATION, Loader, Shape, make_learner, weights
+from tests.training.test_step import CONFIG, CPU, PREPARATION, Loader, StepShape, make_learner, weights
 
 
 @pytest.fixture
@@ -32,10 +34,10 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def devices(targets: list[str], drafters: list[str]) -> list[tuple[str, list[str], int]]:
-    placement = Placement(targets=tuple(targets), drafters=tuple(drafters))
-    ranks = [place(placement, rank, len(drafters)) for rank in range(len(drafters))]
+    placement = PlacementSettings(targets=tuple(targets), drafters=tuple(drafters))
+    ranks = [place(placement, Rank(rank, len(drafters))) for rank in range(len(drafters))]
     assert [r.lead for r in ranks] == [True] + [False] * (len(drafters) - 1)
-    return [(str(r.drafter), [str(t) for t in r.targets], r.slots_per_target) for r in ranks]
+    return [(str(r.drafter), [str(t) for t in r.targets], r.buffers_per_target) for r in ranks]
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -61,7 +63,7 @@ def test_other_placements() -> None:
     ("targets", "drafters", "ranks", "reason"),
     [
         (["cuda:4"], ["cuda:0"], 1, r"cuda:4 does not exist here \(4 CUDA devices\)"),
-        (["gpu"], ["cpu"], 1, "'gpu' is no device"),
+        (["gpu"], ["cpu"], 1, "'gpu' is not a device"),
         (["cpu", "cpu"], ["cuda:0", "cuda:0"], 2, "as many different GPUs"),
         (["cpu", "cpu"], ["cuda:0", "cpu"], 2, "as many different GPUs"),
         (["cpu", "cpu"], ["cpu", "cpu"], 1, "2 drafters but 1 training processes"),
@@ -69,7 +71,7 @@ def test_other_placements() -> None:
 )
 def test_impossible_placements_are_refused(targets: list[str], drafters: list[str], ranks: int, reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
-        place(Placement(targets=tuple(targets), drafters=tuple(drafters)), 0, ranks)
+        place(PlacementSettings(targets=tuple(targets), drafters=tuple(drafters)), Rank(0, ranks))
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -78,7 +80,8 @@ def test_a_drafter_alone_is_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(Path, "is_file", lambda _: True)
-    assert join(Placement(targets=("cuda:0",), drafters=("cuda:3",))) == (0, 1)
+    joined = join(PlacementSettings(targets=("cuda:0",), drafters=("cuda:3",)), Rank())
+    assert (joined.rank, joined.ranks) == (0, 1)
     assert current == [torch.device("cuda", 3)]
 
 
@@ -90,36 +93,35 @@ def test_a_gpu_without_what_compiles_its_kernels_is_refused_at_once(
     monkeypatch.setattr(shutil, "which", lambda name: None if name in lacking else f"/usr/bin/{name}")
     monkeypatch.setattr(Path, "is_file", lambda path: path.name not in lacking)
     with pytest.raises(UserError, match=named):
-        join(Placement(targets=("cuda:0",), drafters=("cuda:0",)))
-    assert join(Placement()) == (0, 1)  # a CPU compiles nothing
+        join(PlacementSettings(targets=("cuda:0",), drafters=("cuda:0",)), Rank())
+    assert join(PlacementSettings(), Rank()) == RankPlacement(0, 1, CPU, (CPU,))  # a CPU compiles nothing
 
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_joins_on_the_gpu_of_its_drafter(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_each_rank_joins_on_the_gpu_of_its_drafter(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Collectives of Python objects run on the current device: it must not be GPU 0 for everyone."""
     current: list[torch.device] = []
-    joined: list[tuple[str, torch.device]] = []
+    joined: list[tuple[Any, ...]] = []
 
-    def init(backend: str, *, timeout: timedelta, device_id: torch.device) -> None:
+    def init(
+        backend: str, *, init_method: str, rank: int, world_size: int, timeout: timedelta, device_id: torch.device
+    ) -> None:
         assert timeout > timedelta(minutes=10)
-        joined.append((backend, device_id))
+        joined.append((backend, init_method, rank, world_size, device_id))
 
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
-    monkeypatch.setattr(distributed, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(distributed, "init_process_group", init)
-    monkeypatch.setattr(distributed, "get_rank", lambda: rank)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(placement_module, "require_compiler", lambda: None)
-    placement = Placement(targets=("cuda:0", "cuda:1"), drafters=("cuda:2", "cuda:3"))
-    assert join(placement) == (rank, 2)
-    assert current == [place(placement, rank, 2).drafter]
-    assert joined == [("nccl", current[0])]
+    placement = PlacementSettings(targets=("cuda:0", "cuda:1"), drafters=("cuda:2", "cuda:3"))
+    this, meeting = Rank(rank, 2, tmp_path / "rendezvous"), f"file://{tmp_path}/rendezvous"
+    assert join(placement, this) == place(placement, this)
+    assert current == [place(placement, this).drafter] == [torch.device("cuda", 2 + rank)]
+    assert joined == [("nccl", meeting, rank, 2, current[0])]
 
 
 def test_a_step_ends_for_those_who_wait_in_it(tmp_path: Path) -> None:
-    placement = Placement(targets=("cpu",) * 2, drafters=("cpu",) * 2, timeout_s=2)
+    placement = PlacementSettings(targets=("cpu",) * 2, drafters=("cpu",) * 2, timeout_s=2)
     told = tmp_path / "told"
 
     def work(rank: int) -> str:
@@ -146,7 +148,7 @@ def test_nccl_that_ends_a_process_without_a_word_is_given_longer_than_we_wait(
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(distributed, "new_group", lambda *, timeout: given.append(timeout))
-    step_group(Placement(timeout_s=20))
+    step_group(PlacementSettings(timeout_s=20))
     assert (given[0] > timedelta(seconds=30)) == longer
     assert given[0] >= timedelta(seconds=20)
 
@@ -159,25 +161,25 @@ def test_m_targets_feeding_n_drafters_give_one_update(
     rows = row_store({"a": random_rows(0, 12), "b": random_rows(1, 12)})
     head = load_head(target_folder, torch.float64, CPU)
 
-    def trained(rank: int, placement: Placement) -> Any:
-        here = place(placement, rank, len(placement.drafters))
+    def trained(rank: int, placement: PlacementSettings) -> Any:
+        here = place(placement, Rank(rank, len(placement.drafters)))
         copies = [load_target(target_folder, CONFIG.target_layer_ids, torch.float64, d) for d in here.targets]
         learner, used = make_learner(head), []
         for copy in copies:
             copy.backbone.register_forward_pre_hook(lambda module, _args: used.append(id(module)))
-        shape = Shape(4 // here.ranks, 2, here.rank, here.ranks)
+        shape = StepShape(4 // here.ranks, 2, here.rank, here.ranks)
         batches = Loader(rows, np.arange(len(rows)), 0, shape).batches(0, 4)
-        feed = FeatureFeed(copies, here.drafter, here.slots_per_target)
-        for work, features in feed.feed(prepare(batch, PREPARATION) for batch in batches):
+        feed = FeatureFeed(copies, here.drafter, here.buffers_per_target)
+        for prepared, features in feed.feed(prepare(batch, PREPARATION) for batch in batches):
             if features is not None:
-                learner.accumulate(work, features)
-            if work.batch.last:
+                learner.accumulate(prepared, features)
+            if prepared.batch.last:
                 learner.update(1e-2, stop=False)
         assert [id(c.backbone) for c in copies] == used[: len(copies)]  # in turn
         return weights(learner).numpy()
 
-    alone = trained(0, Placement())
-    placement = Placement(targets=("cpu",) * targets, drafters=("cpu",) * drafters)
+    alone = trained(0, PlacementSettings())
+    placement = PlacementSettings(targets=("cpu",) * targets, drafters=("cpu",) * drafters)
     if drafters == 1:
         answers = [trained(0, placement)]
     else:
@@ -190,7 +192,7 @@ def test_the_recipe_alone_decides(make_recipe: Callable[..., Recipe], s3: Store)
     """Two targets in one process: bit for bit what one gives."""
     frozen = put_training_set(s3, {"file0": random_rows(0, 12)})
     one, two = (
-        train_drafter(recipe.model_copy(update={"name": name}), frozen.hash, False, lambda _: None)
+        train(connect(recipe.model_copy(update={"name": name})), Job(frozen.hash), lambda _: None)
         for name, recipe in (
             ("one", make_recipe(max_steps=4)),
             ("two", make_recipe(max_steps=4, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu"]})),

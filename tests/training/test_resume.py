@@ -3,24 +3,18 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dflash_core.errors import IncompatibleError, TrainingStopped, UserError
-from dflash_core.recipe import Recipe
-from dflash_core.records import DrafterCheckpoint, SavedStep, TrainingSet
-from dflash_core.storage.store import Store
-from dflash_core.storage.transfers import delete_object, sha256_file
-from dflash_core.training.checkpoint import METRICS, STATE
+from dflash_core.errors import IncompatibleError, UserError
+from dflash_core.local_files import sha256_file
+from dflash_core.storage.layout import METRICS_FILE, RunKeys
+from dflash_core.training.checkpoint import STATE_FILE, StoredCheckpoints
+from dflash_core.training.job import INTERRUPTED, Job
 from dflash_core.training.metrics import StepMetrics
-from dflash_core.training.ranks import INTERRUPTED
-from dflash_core.training.run import train_drafter
-from dflash_core.training.trainer import StopRequest
-from tests.training.conftest import put_training_set, random_rows
-from tests.training.crash import Finished, interrupt, train
+from dflash_core.training.train import train
+from tests.training.conftest import World, flip, workspace_over
+from tests.training.crash import interrupt
 
 pytestmark = pytest.mark.timeout(1200)  # a machine shared with others may give little
 
@@ -28,70 +22,19 @@ STRIDE = 31
 """Every so many crossings one attempt is killed; the test marked scale tries each of them, which takes minutes."""
 
 
-@dataclass(frozen=True)
-class World:
-    """A six-step run in a place of its own."""
-
-    recipe: Recipe
-    frozen: TrainingSet
-    store: Store
-
-    def train(self, deadly: int = 0) -> Finished | None:
-        return train(self.recipe, self.frozen.hash, deadly)
-
-    def train_here(self, stop_after: int | None = None) -> tuple[DrafterCheckpoint, list[StepMetrics]]:
-        request, seen = StopRequest(), list[StepMetrics]()
-
-        def on_step(metrics: StepMetrics) -> None:
-            seen.append(metrics)
-            if metrics.step == stop_after:
-                request.ask()
-
-        return train_drafter(self.recipe, self.frozen.hash, False, on_step, request), seen
-
-    def stop(self, step: int) -> None:
-        with pytest.raises(TrainingStopped, match="the same command continues"):
-            self.train_here(step)
-
-    def lose_in_store(self, checkpoint: str) -> None:
-        """Delete what was uploaded of one checkpoint; of all for an empty name."""
-        for key, _, _ in list(self.store.list(f"drafter_checkpoint/{self.run_folder.name}/checkpoints/{checkpoint}")):
-            delete_object(self.store, key)
-
-    @property
-    def run_folder(self) -> Path:
-        (folder,) = (self.recipe.storage.work_dir / "drafter_checkpoint").iterdir()
-        return folder
-
-
-@pytest.fixture
-def make_world(s3: Store, make_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., World]:
-    """Worlds with 2 files x 20 rows, six steps of two micro-batches, a checkpoint after every second step."""
-
-    def make(place: str, **training: Any) -> World:
-        store = Store(s3.client, s3.bucket, f"{s3.prefix}{place}/")
-        frozen = put_training_set(store, {"file0": random_rows(0, 20), "file1": random_rows(1, 20)})
-        settings = {"max_steps": 6, "batch_rows": 2, "accumulation": 2, "validate_every_steps": 3, **training}
-        recipe = make_recipe(**settings)
-        storage = recipe.storage.model_copy(update={"work_dir": tmp_path / place, "prefix": store.prefix})
-        return World(recipe.model_copy(update={"storage": storage}), frozen, store)
-
-    return make
-
-
 @pytest.mark.parametrize("stride", [STRIDE, pytest.param(1, marks=[pytest.mark.scale, pytest.mark.timeout(7200)])])
 def test_sigkill_anywhere_then_the_same_command_gives_the_same_bits(
     make_world: Callable[..., World], stride: int
 ) -> None:
-    clean = make_world("clean").train()
+    clean = make_world("clean").train_or_die()
     assert clean is not None
     continued = 0
     for point in range(1, clean.crossings + 1, stride):
         world = make_world(f"at{point}")
-        assert world.train(point) is None
+        assert world.train_or_die(point) is None
         if point % 2:  # the machine is gone, too
             shutil.rmtree(world.recipe.storage.work_dir, ignore_errors=True)
-        finished = world.train()
+        finished = world.train_or_die()
         assert finished is not None
         assert finished.weights == clean.weights, f"killed at crossing {point} of {clean.crossings}"
         continued += finished.first_step != 1
@@ -100,11 +43,11 @@ def test_sigkill_anywhere_then_the_same_command_gives_the_same_bits(
 
 
 def test_every_kill_after_a_kill_still_ends_at_the_same_bits(make_world: Callable[..., World]) -> None:
-    clean = make_world("clean").train()
+    clean = make_world("clean").train_or_die()
     world = make_world("often")
     finished, attempts = None, 0
     while finished is None:
-        finished = world.train(45)
+        finished = world.train_or_die(45)
         attempts += 1
         assert attempts < 20
     assert attempts > 2
@@ -131,7 +74,7 @@ def test_sigterm_while_a_checkpoint_is_written_saves_and_a_second_one_ends_at_on
     assert twice.train_here()[0].weights.sha256 == plain.weights.sha256
 
 
-def test_the_best_checkpoint_is_published_if_the_recipe_asks_wherever_it_lies(
+def test_the_best_checkpoint_is_published_if_the_recipe_asks_wherever_it_is(
     make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rate that ruins what was learned: the last step is not the best one."""
@@ -180,12 +123,6 @@ def test_a_new_machine_continues_from_the_store(make_world: Callable[..., World]
     assert world.store.read(checkpoint.metrics).count(b"\n") == 6
 
 
-def flip(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
-    path.write_bytes(body)
-
-
 def test_a_damaged_last_checkpoint_falls_back_aloud(
     make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +131,7 @@ def test_a_damaged_last_checkpoint_falls_back_aloud(
     world.stop(3)
     checkpoints = world.run_folder / "checkpoints"
     last = sorted(checkpoints.glob("0*"))[-1]
-    flip(last / "masters-000.safetensors")
+    flip(last / "masters.safetensors")
     world.lose_in_store(last.name)
     checkpoint, _ = world.train_here()
     assert f"checkpoint of step {int(last.name)} cannot be used" in caplog.text
@@ -202,10 +139,10 @@ def test_a_damaged_last_checkpoint_falls_back_aloud(
     assert checkpoint.weights.sha256 == plain.weights.sha256
 
 
-def test_a_damaged_pointer_falls_back_aloud_to_what_lies_beside_it(
+def test_a_damaged_pointer_falls_back_aloud_to_what_is_next_to_it(
     make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And a checkpoint beside it that is damaged, too, falls back to the one before, as always."""
+    """And a checkpoint next to it that is damaged, too, falls back to the one before, as always."""
     plain, _ = make_world("plain").train_here()
     world = make_world("damaged")
     world.stop(4)
@@ -213,9 +150,9 @@ def test_a_damaged_pointer_falls_back_aloud_to_what_lies_beside_it(
     checkpoints = world.run_folder / "checkpoints"
     last = sorted(checkpoints.glob("0*"))[-1]
     (checkpoints / "latest.json").write_text("{")
-    flip(last / "masters-000.safetensors")
+    flip(last / "masters.safetensors")
     checkpoint, seen = world.train_here()
-    assert "latest.json cannot be read; every checkpoint beside it is tried" in caplog.text
+    assert "latest.json cannot be read; every checkpoint next to it is tried" in caplog.text
     assert f"checkpoint of step {int(last.name)} cannot be used" in caplog.text
     assert 1 < seen[0].step <= int(last.name)
     assert checkpoint.weights.sha256 == plain.weights.sha256
@@ -226,7 +163,7 @@ def test_a_damaged_local_checkpoint_is_taken_from_the_store(make_world: Callable
     world = make_world("damaged")
     world.stop(3)
     for folder in (world.run_folder / "checkpoints").glob("0*"):
-        flip(folder / "moments-000.safetensors")
+        flip(folder / "moments.safetensors")
     checkpoint, seen = world.train_here()
     assert seen[0].step > 3
     assert checkpoint.weights.sha256 == plain.weights.sha256
@@ -240,9 +177,7 @@ def test_damaged_objects_in_the_store_are_not_used(
     world.stop(3)
     run = world.run_folder.name
     shutil.rmtree(world.recipe.storage.work_dir)
-    below = f"drafter_checkpoint/{run}/checkpoints/"
-    manifests = [key for key, _, _ in world.store.list(below) if key.endswith("0.json") or key.count("/") == 3]
-    newest = world.store.get_record(sorted(k for k in manifests if k.endswith(".json"))[-1], SavedStep)
+    newest = StoredCheckpoints(world.store, RunKeys(run)).saved()[-1]
     stored = next(f for f in newest.files if "masters" in f.key)
     world.store.put(stored.key, world.store.get(stored.key).body[:-1])
     checkpoint, _ = world.train_here()
@@ -268,7 +203,7 @@ def test_a_checkpoint_of_something_else_is_refused(
     folder = world.run_folder / "checkpoints"
     pointer = json.loads((folder / "latest.json").read_text())
     entry = pointer["checkpoints"][-1]
-    state = folder / f"{entry['step']:08d}" / STATE
+    state = folder / f"{entry['step']:08d}" / STATE_FILE
     table = json.loads(state.read_text())
     table["identity"].update(change)
     state.write_text(json.dumps(table))
@@ -289,62 +224,6 @@ def test_another_shape_of_the_step_is_refused(make_world: Callable[..., World]) 
         other.train_here()
 
 
-Change = Callable[[World], World]
-
-
-def with_training(**settings: Any) -> Change:
-    def change(world: World) -> World:
-        training = world.recipe.training.model_copy(update=settings)
-        return replace(world, recipe=world.recipe.model_copy(update={"training": training}))
-
-    return change
-
-
-def with_touched_weights(world: World) -> World:
-    folder = world.recipe.target.path.with_name(f"{world.recipe.storage.work_dir.name}-target")
-    if not folder.exists():
-        shutil.copytree(world.recipe.target.path, folder)
-        flip(folder / "model.safetensors")
-    target = world.recipe.target.model_copy(update={"path": folder})
-    return replace(world, recipe=world.recipe.model_copy(update={"target": target}))
-
-
-@pytest.mark.parametrize(
-    ("change", "fields", "place"),
-    [
-        (with_training(gamma=9.0, clip=2.0), "training.clip = 1.0 (now 2.0), training.gamma = null (now 9.0)", "disk"),
-        (with_training(learning_rate=1e-3), "training.learning_rate = 0.002 (now 0.001)", "store"),
-        (with_touched_weights, "target and tokenizer = ", "disk"),
-    ],
-    ids=["two fields", "learning rate", "target"],
-)
-def test_another_recipe_beside_an_unfinished_run_is_refused_with_the_fields(
-    make_world: Callable[..., World], change: Change, fields: str, place: str
-) -> None:
-    """Else it would start at step 0 in silence, and the days that the run took would be forgotten."""
-    world = make_world("unfinished")
-    world.stop(3)
-    run = world.run_folder.name
-    if place == "store":
-        shutil.rmtree(world.recipe.storage.work_dir)
-    other = change(world)
-    with pytest.raises(IncompatibleError, match=rf"run {run} of recipe 'tiny' stopped at step \d+") as refusal:
-        other.train_here()
-    assert fields in str(refusal.value)
-    renamed = replace(other, recipe=other.recipe.model_copy(update={"name": "other"}))
-    with pytest.raises(TrainingStopped):
-        renamed.train_here(1)
-    assert world.train_here()[1][0].step > 3  # restored, it continues
-    assert change(world).train_here()[0].steps == 6  # and once it is finished, others may start
-
-
-def test_other_data_are_another_run(make_world: Callable[..., World]) -> None:
-    world = make_world("data")
-    world.stop(3)
-    more = put_training_set(world.store, {"file0": random_rows(0, 20)})
-    assert replace(world, frozen=more).train_here()[0].steps == 6
-
-
 def test_two_trainings_of_one_run_do_not_meet(make_world: Callable[..., World]) -> None:
     world = make_world("twice")
     refused: list[str] = []
@@ -355,14 +234,14 @@ def test_two_trainings_of_one_run_do_not_meet(make_world: Callable[..., World]) 
                 world.train_here()
             refused.append(str(refusal.value))
 
-    train_drafter(world.recipe, world.frozen.hash, False, on_step)
+    train(workspace_over(world.store, world.recipe), Job(world.frozen.hash), on_step)
     assert "another process is training" in refused[0]
 
 
 def test_what_a_crashed_attempt_wrote_to_the_metrics_is_cut(make_world: Callable[..., World]) -> None:
     world = make_world("metrics")
     world.stop(3)
-    with (world.run_folder / METRICS).open("a") as file:
+    with (world.run_folder / METRICS_FILE).open("a") as file:
         file.write('{"step": 99}\n{"step": 1')
     checkpoint, _ = world.train_here()
     lines = world.store.read(checkpoint.metrics).splitlines()

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dflash_core.errors import RecipeError
 from dflash_core.training import trackers
 from dflash_core.training.metrics import StepMetrics
-from dflash_core.training.trackers import open_trackers, scalars
+from dflash_core.training.trackers import open_trackers
 
 RUN = "tiny-0123456789ab"
 
@@ -44,17 +44,6 @@ def tracked(name: str, folder: Path, steps: range, lost: int | None = None) -> N
     with open_trackers([name], RUN, folder, steps.start - 1) as track:
         for step in steps:
             track(metrics(step, None if step == lost else float(step)))
-
-
-def test_every_number_has_a_name_and_what_was_not_measured_is_absent() -> None:
-    assert set(scalars(metrics(3))) - set(scalars(metrics(2))) == {
-        "held_out/loss",
-        "held_out/accepted_prefix",
-        "held_out/acceptance_length",
-    }
-    assert set(scalars(metrics(2))) - set(scalars(metrics(2, None))) == {"train/loss", "train/grad_norm"}
-    assert scalars(metrics(2))["slot_accuracy/02"] == 0.25
-    assert {"train/learning_rate", "speed/tokens_per_s", "speed/waiting_share"} <= set(scalars(metrics(2)))
 
 
 def test_tensorboard_files_hold_the_curve_and_a_continued_run_replaces_what_was_lost(tmp_path: Path) -> None:

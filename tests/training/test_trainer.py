@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_core.drafter.config import drafter_config, read_target_config
+from dflash_core.drafter.config import drafter_config
 from dflash_core.drafter.folder import load_drafter, save_drafter
-from dflash_core.drafter.target_files import target_fingerprint
 from dflash_core.errors import IncompatibleError, StorageError, UserError
 from dflash_core.recipe import Recipe
-from dflash_core.records import DrafterCheckpoint, TrainingSet
-from dflash_core.storage.store import Store
-from dflash_core.training.identity import run_name
+from dflash_core.records import DrafterCheckpoint, StoredObject, TrainingSet
+from dflash_core.storage.s3 import Store
+from dflash_core.target.files import read_target_config
+from dflash_core.target.hooked import HookedTarget
+from dflash_core.training.job import Job
 from dflash_core.training.metrics import StepMetrics
-from dflash_core.training.run import train_drafter
-from dflash_core.training.setup import make_learner
 from dflash_core.training.step import Learner, Outcome
-from dflash_core.training.target import Target
+from dflash_core.training.train import make_learner, train
+from dflash_core.workspace import connect
 from tests.training.conftest import put_training_set, random_rows
 
 
@@ -32,15 +32,15 @@ def frozen(s3: Store) -> TrainingSet:
 
 def trained(recipe: Recipe, frozen: TrainingSet) -> tuple[DrafterCheckpoint, list[StepMetrics]]:
     seen: list[StepMetrics] = []
-    return train_drafter(recipe, frozen.hash, False, seen.append), seen
+    return train(connect(recipe), Job(frozen.hash), seen.append), seen
 
 
 @contextmanager
 def features_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
     """Let the target's layer outputs be changed in the n-th capture of the training."""
-    capture, count = Target.capture, 0
+    capture, count = HookedTarget.capture, 0
 
-    def changed(self: Target, ids: torch.Tensor, sink: Callable[[int, torch.Tensor], None]) -> None:
+    def changed(self: HookedTarget, ids: torch.Tensor, sink: Callable[[int, torch.Tensor], None]) -> None:
         nonlocal count
         count += 1
         number = count
@@ -53,7 +53,7 @@ def features_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, tor
         capture(self, ids, through)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Target, "capture", changed)
+        patch.setattr(HookedTarget, "capture", changed)
         yield
 
 
@@ -118,7 +118,7 @@ def test_a_device_never_has_more_than_a_micro_batch_beyond_an_outcome_that_was_n
     accumulation: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """None would leave it without work; more would fill its queue, and a full one holds the host for ever."""
+    """None would leave it without work; more would fill its queue, and a full one holds the host forever."""
     accumulate, update, read = Learner.accumulate, Learner.update, Outcome.read
     told: list[str] = []
 
@@ -217,39 +217,6 @@ def test_rows_of_another_tokenization_are_refused_with_both_fingerprints(
         trained(make_recipe(max_steps=1), other)
 
 
-def test_the_run_is_named_by_what_changes_its_weights(
-    make_recipe: Callable[..., Recipe], frozen: TrainingSet, target_folder: Path
-) -> None:
-    fingerprint = target_fingerprint(target_folder)
-    recipe = make_recipe()
-    name = run_name(recipe, frozen, fingerprint)
-    assert name.startswith("tiny-")
-    for other in (
-        make_recipe(checkpoint_every_steps=50),
-        make_recipe(validate_every_steps=50),
-        make_recipe(keep_checkpoints=5),
-        make_recipe(batch_rows=2, accumulation=2),
-        make_recipe(batch_rows=2, placement={"targets": ["cpu", "cpu"], "drafters": ["cpu", "cpu"]}),
-        recipe.model_copy(update={"storage": recipe.storage.model_copy(update={"work_dir": Path("elsewhere")})}),
-    ):
-        assert run_name(other, frozen, fingerprint) == name
-    others = [
-        run_name(other, frozen, fingerprint)
-        for other in (
-            make_recipe(learning_rate=1e-4),
-            make_recipe(batch_rows=8),
-            make_recipe(max_steps=3),
-            make_recipe(anchors=4),
-            recipe.model_copy(update={"seed": 1}),
-            recipe.model_copy(update={"drafter": recipe.drafter.model_copy(update={"num_layers": 2})}),
-            recipe.model_copy(update={"target": recipe.target.model_copy(update={"layer_ids": (1, 2)})}),
-        )
-    ]
-    others.append(run_name(recipe, frozen, "f" * 64))
-    others.append(run_name(recipe, frozen.model_copy(update={"hash": "0"}), fingerprint))
-    assert len({name, *others}) == len(others) + 1
-
-
 def test_the_published_weights_are_a_drafter_folder(
     make_recipe: Callable[..., Recipe], frozen: TrainingSet, s3: Store, tmp_path: Path
 ) -> None:
@@ -270,12 +237,14 @@ def test_a_store_that_refuses_checkpoints_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is on this disk suffices to continue on this machine."""
-    from dflash_core.training import recorder
+    upload = Store.upload
 
-    def refuse(store: Store, key: str, path: Path) -> None:
-        raise StorageError(f"writing {key}: refused")
+    def refuse(store: Store, key: str, path: Path) -> StoredObject:
+        if "/checkpoints/" in key:
+            raise StorageError(f"writing {key}: refused")
+        return upload(store, key, path)
 
-    monkeypatch.setattr(recorder, "upload_file", refuse)
+    monkeypatch.setattr(Store, "upload", refuse)
     checkpoint, _ = trained(make_recipe(max_steps=4), frozen)
     assert checkpoint.steps == 4
     assert "is on this disk only" in caplog.text

@@ -1,0 +1,1 @@
+"""What serving does with a drafter: propose, verify with the target, count."""

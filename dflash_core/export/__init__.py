@@ -1,0 +1,1 @@
+"""A finished drafter -> the folder that serving engines load."""

@@ -1,0 +1,1 @@
+"""Servers with an exported drafter: started by us or by others, and asked what they accept."""

@@ -1,0 +1,1 @@
+"""The frozen target model: its files, its features for training, its cache for decoding."""
