@@ -40,6 +40,8 @@ class Completion(NamedTuple):
     prompt_token_ids: tuple[int, ...] | None = None
     """The engine's own ids: both given or neither."""
     completion_token_ids: tuple[int, ...] | None = None
+    options: str = ""
+    """The row's own template options, a JSON object; empty: it names none. They come before the recipe's."""
 
     @property
     def is_empty(self) -> bool:

@@ -1,8 +1,9 @@
 """One JSON object in any accepted form -> its `Completion`s. Roles and meanings are never guessed: unclear is rejected.
 
-Accepted: `messages` or `conversations` (role/content, or from/value), or `prompt` with `completion` or `response`;
-reasoning as `reasoning_content`, `reasoning` or inline think tags; tools and tool calls as lists, JSON or Python text;
-one call as `function_call`, too.
+Accepted: `messages` or `conversations` (role/content, or from/value; a list, or a table's struct of lists), or `prompt`
+with `completion` or `response`; reasoning as `reasoning_content`, `reasoning` or inline think tags; tools, functions
+and calls as lists, JSON or Python text; one call as `function_call`, too. What a row says of itself is read: template
+options, finish reasons wherever servers put them, answers that are context only.
 """
 
 import ast
@@ -30,6 +31,11 @@ FINISH_REASONS: dict[str, FinishReason] = {
     "function_call": "tool_calls",
 }
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+SUPERVISION_KEYS = ("weight", "train", "loss")
+MARKS = frozenset((*SUPERVISION_KEYS, "prefix", "partial"))
+"""What a message may say of its own supervision."""
+ODD_PLACES = frozenset(("finishReason", "done_reason", "stop_reason", "meta_info"))
+"""Of a row's finish reason."""
 REASONING_KEYS: tuple[Spelling, ...] = ("reasoning_content", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_LITERAL_CHARS = 1 << 20
@@ -41,16 +47,18 @@ def normalize(row: dict[str, Json], line: int) -> list[Completion]:
     Raises:
         Rejected: with the reason.
     """
-    recorded = row.get("finish_reason")
-    finish_reason = FINISH_REASONS.get(recorded) if type(recorded) is str else None
-    if finish_reason is None and recorded not in (None, ""):
-        raise Rejected("unusable finish_reason", repr(recorded)[:60])
     given = _raw_messages(row)
+    finish_reason = _finish_reason(row, given[-1])
     last = len(given) - 1
-    messages = tuple(message_of(m, i, finish_reason if i == last else "stop") for i, m in enumerate(given))
+    ends: list[FinishReason | None] = ["stop"] * last
+    ends.append(finish_reason)
+    for i in range(last):
+        if type(given[i]) is dict and "finish_reason" in given[i]:
+            ends[i] = _finish_reason({}, given[i]) or "stop"
+    messages = tuple([message_of(m, i, ends[i]) for i, m in enumerate(given)])
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    turns = _turns(messages)
-    row_id, tools = row_id_of(row), tools_of(row.get("tools"))
+    turns = _turns(messages, given)
+    row_id, tools, options = row_id_of(row), _offered_tools(row), _template_options(row)
     prompt_ids, completion_ids = _engine_ids(row)
     found = [
         Completion(
@@ -58,13 +66,13 @@ def normalize(row: dict[str, Json], line: int) -> list[Completion]:
             line=line,
             messages=messages[: turn + 1],
             tools=tools,
-            finish_reason="stop",
+            finish_reason=ends[turn],
+            options=options,
         )
         for turn in turns
     ]
-    found[-1] = found[-1]._replace(
-        finish_reason=finish_reason, prompt_token_ids=prompt_ids, completion_token_ids=completion_ids
-    )
+    if turns[-1] == last:
+        found[-1] = found[-1]._replace(prompt_token_ids=prompt_ids, completion_token_ids=completion_ids)
     return found
 
 
@@ -75,9 +83,18 @@ def _raw_messages(row: dict[str, Json]) -> list[Json]:
     answers = [row[key] for key in ("completion", "response") if row.get(key) is not None]
     if len(named) == 2 or len(answers) == 2:
         raise Rejected("ambiguous form", "two fields hold the conversation or the answer")
+    if row.get("choices") is not None:
+        detail = "choices of a server without their prompt; join them with their request into messages"
+        raise Rejected("a server's record", detail)
+    if not named and "custom_id" in row:
+        result = "response" in row or "error" in row
+        detail = "a batch API's result without its prompt" if result else "a batch API's request without its answer"
+        raise Rejected("a server's record", f"{detail}; join requests and results by custom_id into messages")
     if not named and not (prompt is not None and ("completion" in row or "response" in row)):
         raise Rejected("no completion", "neither messages, conversations nor prompt with completion or response")
     messages = named[0] if named else prompt
+    if type(messages) is dict:
+        messages = _from_columns(messages)
     if type(messages) is str and not named:
         messages = [{"role": "user", "content": messages}]
     conversation = conversation_of(messages, row)
@@ -86,6 +103,15 @@ def _raw_messages(row: dict[str, Json]) -> list[Json]:
             raise Rejected("ambiguous form", "the conversation ends with an answer, and another field holds one, too")
         return [*conversation, *_answer(row, answers[0] if answers else "")]
     return conversation
+
+
+def _from_columns(columns: dict[str, Json]) -> list[Json]:
+    """Messages that a table turned into a struct of lists."""
+    lengths = {len(values) if type(values) is list else -1 for values in columns.values() if values is not None}
+    if len(lengths) != 1 or -1 in lengths:
+        raise Rejected("malformed messages", "the conversation is not a list")
+    named = {name: values for name, values in columns.items() if values is not None}
+    return [dict(zip(named, values, strict=True)) for values in zip(*named.values(), strict=True)]
 
 
 def conversation_of(messages: Json, row: dict[str, Json]) -> list[Json]:
@@ -132,7 +158,8 @@ def message_of(raw: Json, index: int, finish_reason: FinishReason | None) -> Mes
     reasoning, text = split_reasoning(_recorded_reasoning(raw, index), text, finish_reason)
     spelling: Spelling | None = None
     if reasoning is not None:
-        spelling = next((key for key in REASONING_KEYS if raw.get(key)), "inline")
+        recorded = raw.get("reasoning_content"), raw.get("reasoning")
+        spelling = "reasoning_content" if recorded[0] else "reasoning" if recorded[1] else "inline"
     return Message(role, text, reasoning, _recorded_calls(raw, index), extra, spelling)
 
 
@@ -217,6 +244,10 @@ def _tool_call(raw: Json) -> dict[str, Json]:
     if type(function) is not dict or type(function.get("name")) is not str or not function["name"]:
         raise Rejected("malformed tool calls", "a call without the name of its function")
     arguments = function.get("arguments")
+    if type(arguments) is dict and _holds_null(arguments):
+        raise Rejected(
+            "nulls in tool calls", f"arguments of {function['name']}: from a table? give them as recorded text"
+        )
     arguments = {} if arguments in (None, "") else _decoded(arguments, "malformed tool calls")
     if type(arguments) is not dict:
         raise Rejected("malformed tool calls", f"arguments of {function['name']} are not an object")
@@ -234,7 +265,28 @@ def tools_of(raw: Json) -> tuple[dict[str, Json], ...]:
     decoded = tuple(_decoded(tool, "malformed tools") for tool in tools)
     if not all(type(tool) is dict for tool in decoded):
         raise Rejected("malformed tools", "a tool that is not an object")
+    if type(raw) is list and _holds_null_property(raw):
+        raise Rejected(
+            "nulls in tools", "a property of another row's tool, from a table? give the tools as recorded text"
+        )
     return decoded
+
+
+def _holds_null(value: Json) -> bool:
+    """Whether a key somewhere is null, as a table writes it for a key that only other rows have."""
+    if type(value) is list:
+        return any(map(_holds_null, value))
+    return type(value) is dict and any(one is None or _holds_null(one) for one in value.values())
+
+
+def _holds_null_property(value: Json) -> bool:
+    """Whether a schema somewhere has a property that is null, which no schema is."""
+    if type(value) is list:
+        return any(map(_holds_null_property, value))
+    if type(value) is not dict:
+        return False
+    properties = value.get("properties")
+    return (type(properties) is dict and None in properties.values()) or any(map(_holds_null_property, value.values()))
 
 
 def _decoded(value: Json, reason: str) -> Json:
@@ -264,18 +316,91 @@ def _decoded(value: Json, reason: str) -> Json:
         raise Rejected(reason, f"holds what JSON cannot: {error}") from None
 
 
-def _turns(messages: Sequence[Message]) -> tuple[int, ...]:
-    """The answers that become rows: those with something asked before them."""
+def _turns(messages: Sequence[Message], given: Sequence[Json]) -> tuple[int, ...]:
+    """The answers that become rows: those with something asked before them, and not marked as context only."""
     if messages[-1].role != "assistant":
         raise Rejected("no completion", f"the conversation ends with the role {messages[-1].role!r}")
-    asked, turns = False, []
+    asked, turns, context_only = False, [], 0
     for i, message in enumerate(messages):
-        if message.role == "assistant" and asked:
+        if message.role == "assistant" and asked and not _is_context_only(given[i], i):
             turns.append(i)
+        elif message.role == "assistant" and asked:
+            context_only += 1
         asked = asked or message.role in ("user", "tool")
+    if not turns and context_only:
+        raise Rejected("no supervised answer", "every answer is marked as context only (weight 0, train or loss false)")
     if not turns:
         raise Rejected("no prompt", "the conversation has nothing before its answer")
     return tuple(turns)
+
+
+def _is_context_only(raw: dict[str, Json], index: int) -> bool:
+    """Whether a message says of itself that nothing is to be learned from it.
+
+    Raises:
+        Rejected: it says something that cannot be done: a part of a weight, or a beginning that the client gave.
+    """
+    if MARKS.isdisjoint(raw):
+        return False
+    marks = [raw[key] for key in SUPERVISION_KEYS if raw.get(key) is not None]
+    if not all(mark in (0, 1) for mark in marks):
+        raise Rejected(
+            "unusable weight", f"message {index}: {marks!r}; an answer counts (1, true) or it does not (0, false)"
+        )
+    if raw.get("prefix") or raw.get("partial"):
+        raise Rejected("a given prefix", f"message {index} begins with text of the client's, and not where it ends")
+    return not all(marks)
+
+
+def _finish_reason(row: dict[str, Json], answer: Json) -> FinishReason | None:
+    """Of the answer, from wherever servers put it; several places have to agree. None: not recorded."""
+    recorded = row.get("finish_reason")
+    beside = type(answer) is dict and "finish_reason" in answer
+    if recorded in ("stop", "length") and not beside and ODD_PLACES.isdisjoint(row):
+        return FINISH_REASONS[recorded]  # nearly every row
+    meta = row.get("meta_info")
+    places = [recorded, row.get("finishReason"), row.get("done_reason")]
+    places += [meta.get("finish_reason") if type(meta) is dict else None]
+    places += [answer.get("finish_reason") if type(answer) is dict else None]
+    named = [place.get("type") if type(place) is dict else place for place in places]
+    # vLLM's stop_reason is the stop string, beside a finish_reason; Anthropic's is the reason itself.
+    if all(name in (None, "") for name in named):
+        named.append(row.get("stop_reason"))
+    reasons = set[FinishReason]()
+    for name in named:
+        if name in (None, ""):
+            continue
+        reason = FINISH_REASONS.get(name.lower()) if type(name) is str else None
+        if reason is None:
+            raise Rejected("unusable finish_reason", repr(name)[:60])
+        reasons.add(reason)
+    if len(reasons) > 1:
+        raise Rejected("ambiguous form", f"two finish reasons: {', '.join(sorted(reasons))}")
+    return next(iter(reasons), None)
+
+
+def _template_options(row: dict[str, Json]) -> str:
+    """The options that were sent with the request, as JSON; a null among them is a table's, for none."""
+    if "chat_template_kwargs" not in row and "sampling" not in row:
+        return ""
+    sampling = row.get("sampling")
+    given = [row.get("chat_template_kwargs"), sampling.get("chat_template_kwargs") if type(sampling) is dict else None]
+    named = [options for options in given if options is not None]
+    if any(type(options) is not dict for options in named) or (len(named) == 2 and named[0] != named[1]):
+        raise Rejected("malformed template options", "chat_template_kwargs is to be one object")
+    options = {name: value for name, value in (named[0] if named else {}).items() if value is not None}
+    return json.dumps(options, sort_keys=True) if options else ""
+
+
+def _offered_tools(row: dict[str, Json]) -> tuple[dict[str, Json], ...]:
+    """The tools, or the functions of the older form of the API, which servers render as tools."""
+    tools = tools_of(row.get("tools"))
+    if "functions" not in row:
+        return tools
+    functions = tools_of(row["functions"])
+    if tools and functions:
+        raise Rejected("ambiguous form", "tools and functions")
+    return tools or tuple({"type": "function", "function": function} for function in functions)
 
 
 def _engine_ids(row: dict[str, Json]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -291,6 +416,8 @@ def _engine_ids(row: dict[str, Json]) -> tuple[tuple[int, ...] | None, tuple[int
 def row_id_of(row: dict[str, Json]) -> str:
     """The row's own id, else a hash of its content. Raises Rejected."""
     given = row.get("id")
+    if type(given) is float and given.is_integer():
+        given = int(given)  # a column of ids with gaps, from a table
     if type(given) is int or (type(given) is str and given):
         return str(given)
     if given is not None and given != "":

@@ -9,7 +9,7 @@ that prints the time of rendering: the ids of such a row would hold for a day, s
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -34,24 +34,37 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class TemplateTexts(NamedTuple):
+    """A tokenizer's chat template; some have another one that serving takes for requests with tools."""
+
+    default: str
+    for_tools: str | None = None
+
+
 class ChatTemplate:
-    """A compiled chat template with the options of the recipe.
+    """Compiled chat templates with the options of the recipe.
 
     Raises:
         RecipeError: the template does not parse, or an option is not one of its variables.
     """
 
     def __init__(
-        self, text: str, special_tokens: Mapping[str, str], options: Mapping[str, TemplateOption], where: str
+        self,
+        texts: TemplateTexts,
+        special_tokens: Mapping[str, str],
+        options: Mapping[str, TemplateOption],
+        where: str,
     ) -> None:
-        self.text = text
-        self._environment = _environment()
+        self.texts = texts
+        environment = _environment()
         try:
-            tree = self._environment.parse(text)
-            self._template = self._environment.from_string(text)
+            trees = [environment.parse(text) for text in texts if text is not None]
+            templates = [environment.from_string(text) for text in texts if text is not None]
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(f"the chat template of {where} does not parse: {error} (line {error.lineno})") from None
-        self._options = sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages"})
+        self._template, self._template_for_tools = templates[0], templates[-1]
+        read = (jinja2.meta.find_undeclared_variables(tree) for tree in trees)
+        self._options = sorted(set[str]().union(*read) - {"messages"})
         for option in options:
             if option not in self._options:
                 raise RecipeError(
@@ -59,7 +72,7 @@ class ChatTemplate:
                     f"it reads {', '.join(self._options)}"
                 )
         self._where = where
-        self._tree = tree
+        self._tree = trees[0]
         self._variables: dict[str, Any] = {**special_tokens, "documents": None, **options}
 
     @cached_property
@@ -82,20 +95,26 @@ class ChatTemplate:
         return tuple(sorted(held - {*self.tested_texts}))
 
     def render(
-        self, messages: Sequence[Mapping[str, Json]], tools: Sequence[Json], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        tools: Sequence[Json],
+        options: str = "",
+        *,
+        add_generation_prompt: bool,
     ) -> str:
-        """The text that serving would tokenize.
+        """The text that serving would tokenize; `options`: of this conversation, see `Completion.options`.
 
         Raises:
             Rejected: the template does not accept this conversation.
             RecipeError: it prints the current time.
         """
+        template = self._template_for_tools if tools else self._template
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages,
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **(self._variables | json.loads(options) if options else self._variables),
             )
         except _ClockRead:
             raise RecipeError(

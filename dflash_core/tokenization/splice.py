@@ -1,7 +1,8 @@
 """Rendering by concatenation: ten times faster than Jinja, and never trusted on sight.
 
-Thousands of conversations share one *shape*: the same roles in the same order, with or without thoughts, and the same
-kind of end. For all of them the template prints the same texts between the recorded ones. So a shape is learned once:
+Thousands of conversations share one *shape*: the same roles in the same order, with or without thoughts, the same kind
+of end, the same template options. For all of them the template prints the same texts between the recorded ones. So a
+shape is learned once:
 
 1. Render it with a sentinel in place of each recorded text ("gap"). What stands between the sentinels is the template's
    own text; the pieces and gaps in their order are the plan.
@@ -21,8 +22,9 @@ which compares joined and rendered texts for every template family; what has no 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dflash_core.completions.completion import Completion, Message, Rejected
 from dflash_core.tokenization.flags import Flag
@@ -30,8 +32,6 @@ from dflash_core.tokenization.turns import TurnRenderer, TurnText
 
 Gap = tuple[int, bool]
 """A recorded text: (message index, whether it is the thought rather than the content)."""
-Shape = tuple[tuple[str, bool], ...]
-"""(role, has a thought) of every message."""
 Pattern = tuple[tuple[str, ...], tuple[Gap, ...]]
 """Template texts and the gaps between them: `texts[0] gaps[0] texts[1] ... texts[-1]`."""
 Trim = Callable[[str], str]
@@ -59,6 +59,17 @@ SAMPLES = (
     "one two\n" * 300,
 )
 MAX_PLANS = 256
+
+
+class Shape(NamedTuple):
+    """What rows share for which the template prints the same texts."""
+
+    messages: tuple[tuple[str, bool], ...]
+    """(role, has a thought) of each."""
+    end: str
+    """"stop", "length" or "in thought": where it was cut."""
+    options: str
+    """`Completion.options`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ class Splicer:
 
     def __init__(self, renderer: TurnRenderer) -> None:
         self._renderer = renderer
-        self._plans: dict[tuple[Shape, str], SplicePlan | None] = {}
+        self._plans: dict[Shape, SplicePlan | None] = {}
 
     def plan(self, completion: Completion) -> SplicePlan | None:
         """The plan for this completion's shape; None: it has none, or failed its test."""
@@ -100,20 +111,20 @@ class Splicer:
             return None
         cut = completion.finish_reason == "length"
         end = "stop" if not cut else "length" if messages[-1].content.strip() else "in thought"
-        key = tuple((m.role, m.reasoning is not None) for m in messages), end
+        key = Shape(tuple((m.role, m.reasoning is not None) for m in messages), end, completion.options)
         if key not in self._plans:
             if len(self._plans) >= MAX_PLANS:
                 return None
-            self._plans[key] = self._learn(*key)
+            self._plans[key] = self._learn(key)
         return self._plans[key]
 
-    def _learn(self, shape: Shape, end: str) -> SplicePlan | None:
-        sentinels: dict[Gap, str] = {(i, False): f"Qz{i}contentq" for i in range(len(shape))}
-        sentinels |= {(i, True): f"Qz{i}thoughtq" for i, (_, thought) in enumerate(shape) if thought}
-        if end == "in thought":
-            del sentinels[len(shape) - 1, False]
+    def _learn(self, shape: Shape) -> SplicePlan | None:
+        sentinels: dict[Gap, str] = {(i, False): f"Qz{i}contentq" for i in range(len(shape.messages))}
+        sentinels |= {(i, True): f"Qz{i}thoughtq" for i, (_, thought) in enumerate(shape.messages) if thought}
+        if shape.end == "in thought":
+            del sentinels[len(shape.messages) - 1, False]
         try:
-            text = self._renderer.render(_conversation(shape, end, sentinels))
+            text = self._renderer.render(_conversation(shape, sentinels))
         except Rejected:
             return None
         if any(sentinel in text.tail + text.scaffold for sentinel in sentinels.values()):
@@ -121,18 +132,16 @@ class Splicer:
         if not text.rest.startswith(text.tail + text.scaffold):
             return None
         plan = SplicePlan(_split(text.head, sentinels), _split(text.rest, sentinels), {}, (), text)
-        trims = self._find_trims(plan, shape, end, sentinels)
-        return None if trims is None else self._with_guards(replace(plan, trims=trims), shape, end)
+        trims = self._find_trims(plan, shape, sentinels)
+        return None if trims is None else self._with_guards(replace(plan, trims=trims), shape)
 
-    def _find_trims(
-        self, plan: SplicePlan, shape: Shape, end: str, sentinels: dict[Gap, str]
-    ) -> dict[Gap, Trim] | None:
+    def _find_trims(self, plan: SplicePlan, shape: Shape, sentinels: dict[Gap, str]) -> dict[Gap, Trim] | None:
         """For each gap the trim that gives the renderer's text on every sample; None if there is none."""
         trims: dict[Gap, Trim] = {}
         for gap in sentinels:
             rendered = []
             for sample in SAMPLES:
-                text = self._render(shape, end, {**sentinels, gap: sample})
+                text = self._render(shape, {**sentinels, gap: sample})
                 if text is None:
                     return None
                 rendered.append((sample, text))
@@ -148,7 +157,7 @@ class Splicer:
                 return None
         return trims
 
-    def _with_guards(self, plan: SplicePlan, shape: Shape, end: str) -> SplicePlan | None:
+    def _with_guards(self, plan: SplicePlan, shape: Shape) -> SplicePlan | None:
         """Find on which of the template's own strings the render branches: those texts the plan must not touch.
 
         None: it branches on something else that has been met.
@@ -156,7 +165,7 @@ class Splicer:
 
         def differs(sample: str) -> bool:
             texts = dict.fromkeys(plan.trims, sample)
-            joined, text = plan.join(_conversation(shape, end, texts)), self._render(shape, end, texts)
+            joined, text = plan.join(_conversation(shape, texts)), self._render(shape, texts)
             return joined is not None and (text is None or joined != (text.head, text.rest))
 
         def matters(tested: str) -> bool:
@@ -180,20 +189,20 @@ class Splicer:
             guards += guilty
         return replace(plan, guards=tuple(g for g in guards if not any(token in g for token in tokenizer.added)))
 
-    def _render(self, shape: Shape, end: str, texts: dict[Gap, str]) -> TurnText | None:
+    def _render(self, shape: Shape, texts: dict[Gap, str]) -> TurnText | None:
         try:
-            text = self._renderer.render(_conversation(shape, end, texts))
+            text = self._renderer.render(_conversation(shape, texts))
         except Rejected:
             return None
         return None if text.flags & Flag.CONTROL_TOKENS_IN_CONTENT else text
 
 
-def _conversation(shape: Sequence[tuple[str, bool]], end: str, texts: dict[Gap, str]) -> Completion:
+def _conversation(shape: Shape, texts: dict[Gap, str]) -> Completion:
     messages = tuple(
         Message(role, texts.get((i, False), ""), texts.get((i, True)))  # type: ignore[arg-type]
-        for i, (role, _) in enumerate(shape)
+        for i, (role, _) in enumerate(shape.messages)
     )
-    return Completion("", 0, messages, finish_reason=None if end == "stop" else "length")
+    return Completion("", 0, messages, finish_reason=None if shape.end == "stop" else "length", options=shape.options)
 
 
 def _split(text: str, sentinels: dict[Gap, str]) -> Pattern:

@@ -18,7 +18,7 @@ from dflash_core.completions.completion import Json
 from dflash_core.errors import RecipeError
 from dflash_core.recipe import Recipe, TemplateOption, TokenizationSettings, settings_hash
 from dflash_core.tokenization.adversarial import AROUND, MAX_TOKENS
-from dflash_core.tokenization.chat_template import ChatTemplate
+from dflash_core.tokenization.chat_template import ChatTemplate, TemplateTexts
 
 if TYPE_CHECKING:  # 0.14 s for whoever needs a type or a fingerprint and never encodes: the code location
     from tokenizers import Tokenizer
@@ -54,7 +54,7 @@ class ChatTokenizer:
         SentencePiece-style ones treat the beginning of a text in their own way, so their rows are encoded whole. Tokens
         of the template are tried first.
         """
-        tokens = sorted(self.added, key=lambda token: (token not in self.template.text, token))
+        tokens = sorted(self.added, key=lambda token: (token not in self.template.texts.default, token))
         return frozenset(token for token in tokens[:MAX_TOKENS] if token.strip() and self._is_cuttable(token))
 
     def ids(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ class TokenizerFiles:
             self.serialized,
             json.dumps(self.config.get("added_tokens_decoder"), sort_keys=True),
             json.dumps(self.tokens, sort_keys=True),
-            self.template.text,
+            *(text for text in self.template.texts if text is not None),
         )
         return hashlib.sha256(b"".join(hashlib.sha256(part.encode("utf8")).digest() for part in parts)).hexdigest()
 
@@ -97,7 +97,7 @@ class TokenizerFiles:
         Raises:
             RecipeError: the template has not such an option.
         """
-        return ChatTemplate(self.template.text, self.tokens, options, str(self.folder))
+        return ChatTemplate(self.template.texts, self.tokens, options, str(self.folder))
 
 
 def fingerprint(recipe: Recipe, tokenizer_hash: str | None = None) -> str:
@@ -127,8 +127,8 @@ def read_tokenizer_files(folder: Path, rules: TokenizationSettings) -> Tokenizer
         raise RecipeError(f"{folder} holds no tokenizer.json; save the tokenizer there in Hugging Face form")
     config = _load_json(folder / "tokenizer_config.json") or {}
     tokens = _special_tokens(config, folder)
-    template_text = _template_text(rules.chat_template, folder, config)
-    template = ChatTemplate(template_text, tokens, rules.template_options, str(folder))
+    texts = _template_texts(rules.chat_template, folder, config)
+    template = ChatTemplate(texts, tokens, rules.template_options, str(folder))
     return TokenizerFiles(folder, text, config, tokens, template)
 
 
@@ -160,21 +160,27 @@ def load_tokenizer(folder: Path, rules: TokenizationSettings) -> ChatTokenizer:
     )
 
 
-def _template_text(chosen: Path | None, folder: Path, config: dict[str, Json]) -> str:
+def _template_texts(chosen: Path | None, folder: Path, config: dict[str, Json]) -> TemplateTexts:
+    """As serving chooses: `default`, and `tool_use` where there are tools; a file that the recipe names is for all."""
     if chosen is not None:
         text = _read(chosen)
         if text is None:
             raise RecipeError(f"tokenization.chat_template {chosen} does not exist; give an existing Jinja file")
-        return text
-    text = _read(folder / "chat_template.jinja")
-    given = text if text is not None else config.get("chat_template")
-    if isinstance(given, list):
-        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}.get("default")
+        return TemplateTexts(text)
+    named: dict[str | None, str | None] = {}
+    given = _read(folder / "chat_template.jinja")
+    if given is not None:
+        named = {"tool_use": _read(folder / "additional_chat_templates" / "tool_use.jinja")}
+    elif isinstance(config.get("chat_template"), list):
+        named = {one.get("name"): one.get("template") for one in config["chat_template"] if isinstance(one, dict)}
+        given = named.get("default")
+    else:
+        given = config.get("chat_template")
     if not isinstance(given, str) or not given.strip():
         raise RecipeError(
             f"the tokenizer in {folder} has no chat template; set tokenization.chat_template to the one serving uses"
         )
-    return given
+    return TemplateTexts(given, named.get("tool_use"))
 
 
 def _special_tokens(config: dict[str, Json], folder: Path) -> dict[str, str]:

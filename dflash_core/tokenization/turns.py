@@ -104,19 +104,19 @@ class TurnRenderer:
         messages, tools = self.control.protect(completion.messages, completion.tools)
         protected = messages is not completion.messages
         answer, cut = messages[-1], completion.finish_reason == "length"
-        layout = self._layout(messages, tools)
+        layout = self._layout(messages, tools, completion.options)
         if layout.folds:
             answer = _fold(answer)
             messages = (*messages[:-1], answer)
-            layout = self._layout(messages, tools)
-        prompt, boundary, full = self._renders(messages, tools)
+            layout = self._layout(messages, tools, completion.options)
+        prompt, boundary, full = self._renders(messages, tools, completion.options)
         added = full[boundary:]
         if not added.startswith(layout.lead) or not added.endswith(layout.closing):
             raise Rejected("boundary unstable", "the template renders this turn in another layout")
         # Templates may trim what was recorded; one that alters or drops it would train on something never said.
         if answer.content.strip() not in added or (answer.reasoning or "").strip() not in added:
             raise Rejected("the template alters the answer", "its text is not in the rendered turn")
-        if answer.tool_calls and not self._prints_calls:
+        if answer.tool_calls and not (self._prints_calls_of_tools if tools else self._prints_calls):
             raise Rejected("the template drops tool calls", str(answer.tool_calls[0]["function"]["name"]))
         # A terminator that the next message would print is appended to the ids instead.
         text = full[: len(full) - len(layout.closing)] if cut or not self.end.written else full
@@ -140,44 +140,47 @@ class TurnRenderer:
             protected=protected,
         )
 
-    def _renders(self, messages: Sequence[Message], tools: Sequence[Json]) -> tuple[str, int, str]:
+    def _renders(self, messages: Sequence[Message], tools: Sequence[Json], options: str = "") -> tuple[str, int, str]:
         """(prompt, boundary in characters, full render)."""
         given = [template_message(message) for message in messages]
         template = self.tokenizer.template
-        prompt = template.render(given[:-1], tools, add_generation_prompt=True)
-        full = template.render(given, tools, add_generation_prompt=False)
+        prompt = template.render(given[:-1], tools, options, add_generation_prompt=True)
+        full = template.render(given, tools, options, add_generation_prompt=False)
         if full.startswith(prompt):
             return prompt, len(prompt), full
         # A scaffold that is pre-filled in the prompt and rendered otherwise in the turn. Everything before the
         # generation prompt has to be equal, or the model never saw this history.
-        history = template.render(given[:-1], tools, add_generation_prompt=False)
+        history = template.render(given[:-1], tools, options, add_generation_prompt=False)
         boundary = next((i for i, (a, b) in enumerate(zip(prompt, full, strict=False)) if a != b), len(full))
         if boundary < len(history) or not prompt.startswith(history):
             raise Rejected("boundary unstable", "the template renders the history otherwise once the answer is there")
         return prompt, boundary, full
 
-    def _layout(self, messages: Sequence[Message], tools: Sequence[Json]) -> TurnLayout:
+    def _layout(self, messages: Sequence[Message], tools: Sequence[Json], options: str) -> TurnLayout:
         answer = messages[-1]
         ends_in_thought = not answer.content.strip() and not answer.tool_calls
         key = (
             tuple((m.role, m.reasoning is None, not m.tool_calls) for m in messages),
             not tools,
             ends_in_thought,
+            options,
         )
         if key not in self._layouts:
             if len(self._layouts) >= MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = self._learn_layout(messages, tools, ends_in_thought)
+            self._layouts[key] = self._learn_layout(messages, tools, options, ends_in_thought)
         return self._layouts[key]
 
-    def _learn_layout(self, messages: Sequence[Message], tools: Sequence[Json], ends_in_thought: bool) -> TurnLayout:
+    def _learn_layout(
+        self, messages: Sequence[Message], tools: Sequence[Json], options: str, ends_in_thought: bool
+    ) -> TurnLayout:
         answer = messages[-1]
         thought = None if answer.reasoning is None else SENTINEL_THOUGHT
         probe = Message("assistant", "" if ends_in_thought else SENTINEL_ANSWER, thought)
-        prompt, boundary, full = self._renders([*messages[:-1], probe], tools)
+        prompt, boundary, full = self._renders([*messages[:-1], probe], tools, options)
         added = full[boundary:]
         given = [template_message(message) for message in messages[:-1]]
-        prompted = prompt != self.tokenizer.template.render(given, tools, add_generation_prompt=False)
+        prompted = prompt != self.tokenizer.template.render(given, tools, options, add_generation_prompt=False)
         if thought is not None and SENTINEL_THOUGHT not in added:
             return TurnLayout("", "", prompted, folds=True)
         first = added.find(SENTINEL_THOUGHT if thought else SENTINEL_ANSWER)
@@ -195,11 +198,19 @@ class TurnRenderer:
 
     @cached_property
     def _prints_calls(self) -> bool:
+        return self._finds_calls(())
+
+    @cached_property
+    def _prints_calls_of_tools(self) -> bool:
+        return self._finds_calls(({"type": "function", "function": {"name": SENTINEL_CALL}},))
+
+    def _finds_calls(self, tools: Sequence[Json]) -> bool:
         """Whether the template renders tool calls at all: a turn without its calls was never said."""
         call = {"type": "function", "function": {"name": SENTINEL_CALL, "arguments": {}}}
         exchange = [Message("user", SENTINEL_NEXT), Message("assistant", SENTINEL_ANSWER, None, (call,))]
         try:
-            return SENTINEL_CALL in self._renders(exchange, ())[2]
+            prompt, _, full = self._renders(exchange, tools)
+            return full.count(SENTINEL_CALL) > prompt.count(SENTINEL_CALL)
         except Rejected:
             return True  # not with these; the row's own render decides
 

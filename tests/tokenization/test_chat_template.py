@@ -1,5 +1,7 @@
 """Our rendering and ids are, byte for byte, those of transformers, which serving engines use."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ from dflash_core.completions.completion import Message, Rejected
 from dflash_core.completions.normalize import normalize
 from dflash_core.errors import RecipeError
 from dflash_core.shards.tokenize_file import FileTokenizer
-from dflash_core.tokenization.chat_template import ChatTemplate, template_message
+from dflash_core.tokenization.chat_template import ChatTemplate, TemplateTexts, template_message
+from dflash_core.tokenization.encode import EncodedRow
+from dflash_core.tokenization.tokenizer import fingerprint
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "<b>", "n": [1, None, 2.5], "\u00e9": True}}}
 PLAIN = [Message("user", " one\n"), Message("assistant", "two "), Message("user", "three")]
@@ -46,6 +50,47 @@ def test_text_and_ids_equal_those_of_transformers(
     assert ours.reference.encode(text, add_special_tokens=False).ids == ids
 
 
+WITH_TOOLS = (
+    "{% for t in tools %}can {{ t.function.name }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}call {{ c.function | tojson }}{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("form", ["list", "files"])
+def test_a_template_for_tools_is_taken_as_transformers_takes_it(
+    folders: dict[str, Path], load_chat, make_recipe, tmp_path: Path, form: str
+) -> None:
+    folder = shutil.copytree(folders["chatml"], tmp_path / "two")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    default = config.pop("chat_template")
+    if form == "list":
+        both = {"default": default, "tool_use": WITH_TOOLS}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
+    else:
+        (folder / "chat_template.jinja").write_text(default)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    path.write_text(json.dumps(config))
+    ours, theirs = load_chat("chatml", tokenizer=folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    for tools in ((), (tool,)):
+        text = theirs.apply_chat_template(messages, tools=list(tools) or None, tokenize=False)
+        assert ours.template.render(messages, tools, add_generation_prompt=False) == text
+        assert ("can f" in text) == bool(tools)
+    encoder = FileTokenizer(make_recipe("chatml", tokenizer=folder)).reference
+    row = encoder.encode(normalize({"messages": messages, "tools": [tool], "finish_reason": "tool_calls"}, 1)[0])
+    assert isinstance(row, EncodedRow)
+    said = encoder.renderer.tokenizer.reference.decode(row.ids[row.start : row.end], skip_special_tokens=False)
+    assert said == f"call {json.dumps(CALL['function'], ensure_ascii=False)}<|im_end|>"
+    before = fingerprint(make_recipe("chatml", tokenizer=folder))
+    for changed in (path, *folder.glob("additional_chat_templates/*")):
+        changed.write_text(changed.read_text().replace("can {{", "may {{"))
+    assert fingerprint(make_recipe("chatml", tokenizer=folder)) != before
+
+
 def test_a_misspelt_template_option_is_refused_by_name(load_chat) -> None:
     with pytest.raises(RecipeError, match=r"template_options\.enable_thinkin: .*enable_thinking"):
         load_chat("generated", template_options={"enable_thinkin": False})
@@ -61,7 +106,7 @@ def test_a_template_that_does_not_parse_is_named(load_chat, tmp_path: Path) -> N
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
     evil = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(Rejected, match="unsafe"):
-        ChatTemplate(evil, {}, {}, "x").render([], (), add_generation_prompt=False)
+        ChatTemplate(TemplateTexts(evil), {}, {}, "x").render([], (), add_generation_prompt=False)
 
 
 DATED = """\

@@ -170,6 +170,24 @@ def test_a_scaffold_that_serving_prefills_is_never_supervised(tokenizers: Tokeni
     assert supervised(tokenizer, row) == "answer<|im_end|>"
 
 
+def test_a_rows_own_template_options_come_before_the_recipes(tokenizers: Tokenizers) -> None:
+    """As serving rendered the request; rows of equal roles and other options do not share a plan."""
+    plain, off = tokenizers("generated"), tokenizers("generated", template_options={"enable_thinking": False})
+    for first, second in ((plain, off), (off, plain)):
+        for tokenizer in (first, second, first):
+            on_row, off_row = (
+                row_of(tokenizer, messages=chat("hi", "Yes, we can."), chat_template_kwargs={"enable_thinking": thinks})
+                for thinks in (True, False)
+            )
+            expected = row_of(off, messages=chat("hi", "Yes, we can."))
+            assert (off_row.ids.tolist(), off_row.start) == (expected.ids.tolist(), expected.start)
+            expected = row_of(
+                tokenizers("generated", template_options={"enable_thinking": True}), messages=chat("hi", "Yes, we can.")
+            )
+            assert (on_row.ids.tolist(), on_row.start) == (expected.ids.tolist(), expected.start)
+    assert off_row.start != on_row.start
+
+
 def test_a_scaffold_that_is_no_prefix_ends_the_prompt_at_the_common_part(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers("generated", template_options={"enable_thinking": False})
     row = row_of(tokenizer, messages=chat("q", "answer", reasoning_content="hm"))

@@ -17,6 +17,12 @@ from dflash_core.training.trackers import open_trackers
 RUN = "tiny-0123456789ab"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine, a tracker's own process has the time to start and to write."""
+    monkeypatch.setattr(trackers, "CLOSING_S", 600.0)
+
+
 def metrics(step: int, loss: float | None = 2.0) -> StepMetrics:
     return StepMetrics(
         step=step,
